@@ -27,7 +27,7 @@ from bench import program
 from bench.cases import TABLE
 from bench.cases.case import Arrays, Case, dtypes, result_and_gradients, truth
 from bench.figures import NAMES, OURS, table
-from bench.processes import each
+from bench.processes import Failed, each
 from bench.program import FOLDER
 from bench.program import RESULTS as RESULTS
 from jaxkern.core.dispatch import interpret_kernels
@@ -108,7 +108,7 @@ def measure(
             got = _both(case.expression if name == EXPRESSION else by_us)(arrays, dout)
         except (RuntimeError, NotImplementedError) as e:  # the others go on
             lines = refused if isinstance(e, NotImplementedError) else failed
-            lines.append(f"{op} {dtype}, {NAMES.get(name, name)}: {program.first_line(e)}")
+            lines.append(f"{op} {dtype}, {NAMES.get(name, name)}: {str(e).partition('\n')[0]}")
             continue
         labels = ["out", *(f"d{argument}" for argument in case.names)]
         every = zip(labels, got, want, strict=True)
@@ -129,13 +129,6 @@ def measure(
             if subject.bound:
                 rows[-1]["beyond"] = float(f"{_beyond(g, w, subject.bound):.4g}")
     return rows, refused, failed
-
-
-def _told(op: str, dtype: str, names: Sequence[str]) -> Any:
-    """:func:`measure`, and a line when it is done."""
-    found = measure(op, dtype, names)
-    print(f"{op}, {dtype}: measured", file=sys.stderr, flush=True)
-    return found
 
 
 def text(report: dict[str, Any]) -> str:
@@ -200,12 +193,15 @@ def main(argv: list[str] | None = None) -> int:
     # The last ops take longest to compile, and begin.
     tasks = [(op, dtype, names) for op in chosen[::-1] for dtype in args.dtype.split(",")]
     interpret = args.interpret and not gpu
+    rows, refused, failed = [], [], []
     with interpret_kernels() if interpret else contextlib.nullcontext():
-        found = [result for _, result in each(_told, tasks, 1 if interpret else args.jobs)]
-    order = lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"]))
-    rows = sorted((row for of_task, _, _ in found for row in of_task), key=order)
-    refused = [line for _, of_task, _ in found for line in of_task]
-    failed = [line for _, _, of_task in found for line in of_task]
+        for (op, dtype, _), found in each(measure, tasks, 1 if interpret else args.jobs):
+            print(f"{op}, {dtype}: measured", file=sys.stderr, flush=True)
+            if isinstance(found, Failed):
+                found = [], [], [f"{op} {dtype}: {found}"]
+            for every, of_task in zip((rows, refused, failed), found, strict=True):
+                every += of_task
+    rows.sort(key=lambda row: (known.index(row["op"]), DTYPES.index(row["dtype"])))
     about = {"clock": "compiled kernels" if gpu else clock, "refused": refused, "failed": failed}
     report = program.machine(args.commit) | about | {"rows": rows}
     out = program.write(report, args.out, "accuracy")

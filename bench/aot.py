@@ -1,10 +1,17 @@
 """Compiles every op for each generation of GPU, none of which is there, and compares.
 
-Down to ptxas, on a machine without a GPU (:mod:`bench.gpus`); nothing runs. What each program of
-:mod:`bench.programs` tells is held against committed figures, ``bench/results/aot-sm_90.json`` and
-those of the other generations: the kernels, and the registers, spills and shared memory of each
-(:mod:`bench.ptxas`); which passes are plain JAX, and why; of training steps also memory of a device
-and how many of each collective there are.
+Down to ptxas, on a machine without a GPU (:mod:`bench.compilers`); nothing runs. Each op at each of
+its shapes in `bench.measured`, forward and backward, and on an H200 the training step of each
+preset of the language model, in bf16 and with 8 sequences a device, for 1, 8 and 64 GPUs, and that
+of one layer on meshes of them (`MESHES`), of which the guide tells what is exchanged. Kernels that
+an earlier program of the same process had are lowered again, which tells that they are the same,
+and not compiled again.
+
+What each program tells is held against committed figures, ``bench/results/aot-sm_90.json`` and
+those of the other generations: the kernels, and the registers, spills and shared memory of each;
+which passes are plain JAX, as the GPU cannot take their kernels, and why; of training steps also
+memory of a device, how many of each collective there are (one inside a loop counts once), the bytes
+of their arrays, after a gather or before a scatter, and those that XLA writes without computing.
 
 Wrong is a kernel that spills and did not, one whose products ptxas serializes, a pass that is plain
 JAX and was not, a kernel that is missing or new, another number of collectives, and more than 2%
@@ -14,22 +21,29 @@ figures. Seconds are those of this machine and never wrong.
 """
 
 import argparse
+import dataclasses
+import functools
 import json
-import os
+import math
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
-from bench import gpus, program
-from bench.processes import each
-from bench.program import RESULTS
-from bench.programs import COLLECTIVES, Result, Training, attempt, tasks
-from bench.ptxas import Kernel
+import jax
+
+from bench import compilers, program, steps
+from bench.cases.optim import Step
+from bench.compilers import COLLECTIVES, Kernel
+from bench.measured import Case, cases
+from bench.modules import passes
+from bench.processes import Failed, each
+from bench.program import RESULTS, Row
+from jaxkern.core import kernel_call, kernel_pass
 from jaxkern.core.target import GPUS, Gpu
 
 GENERATIONS = ("a100", "a10g", "l40s", "h200", "b200", "b300", "rtx-pro-6000")
@@ -44,6 +58,147 @@ GROWTH = 1.02
 BRANCH = 8192
 """Kernels of one name whose shared memory differs by less are taken to have the same tiles."""
 
+DEVICES = (1, 8, 64)
+PER_DEVICE = 8
+"""Sequences of a training step on one device."""
+
+_BOTH = ("130m", "mamba2-130m")
+MESHES = {
+    "data=8": _BOTH,
+    "fsdp=8": _BOTH,
+    "tensor=8": _BOTH,
+    "data=2,fsdp=2,tensor=2": _BOTH,
+    "fsdp=64": ("130m",),
+    "data=8,tensor=8": ("130m",),
+    "sequence=8": _BOTH,
+    "data=2,sequence=4": _BOTH,
+}
+"""How one layer of presets is split."""
+
+PARTS = ("kernels", "plain", "training")
+"""What is told of a task: registers, spills and shared memory of its kernels by their names; why a
+pass is plain JAX; memory, collectives and bytes of a training step."""
+
+
+# Programs
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """The training step of a preset on a number of devices.
+
+    Attributes:
+      mesh: as ``jaxkern train --mesh`` has it; by default all devices are for the batch.
+      layers: how many the model has; by default the preset's.
+    """
+
+    preset: str
+    devices: int
+    mesh: str = ""
+    layers: int | None = None
+
+
+Task = Case | Step | Training
+
+
+def name_of(task: Task) -> str:
+    if isinstance(task, Training):
+        return f"{task.preset} x {task.mesh or task.devices}"
+    return f"{task.op} {task.shape} {task.dtype}"
+
+
+@functools.cache
+def tasks() -> dict[str, Task]:
+    """All that is compiled for an H200, by name: training steps from large to small, then cases."""
+    from jaxkern.lm.config import PRESETS, axes_of
+
+    size = lambda name: PRESETS[name].model.d_model ** 2 * PRESETS[name].model.n_layers
+    # What takes longest comes first, and two presets beside each other share no kernels.
+    presets = sorted((n for n in PRESETS if not n.endswith("micro")), key=size, reverse=True)
+    trainings = [Training(preset, devices) for devices in DEVICES for preset in presets]
+    for mesh, of_mesh in MESHES.items():
+        devices = math.prod(axes_of(mesh).values())
+        trainings += [Training(preset, devices, mesh, layers=1) for preset in of_mesh]
+    return {name_of(task): task for task in (*trainings, *cases(small=False))}
+
+
+_compiler = compilers.Compiler()
+
+
+def compiled(gpu: str, name: str) -> Row:
+    """What compiling a task for a GPU tells: its :data:`PARTS`, and a ``line`` in words."""
+    task, start = tasks()[name], time.perf_counter()
+    kernel_call.refused.clear()
+    of_step = isinstance(task, Training)
+    lowered = _lowered_training(task, GPUS[gpu]) if of_step else _lowered_op(task, GPUS[gpu])
+    told: Row = {"kernels": {}, "plain": dict(kernel_call.refused), "training": {}}
+    middle = time.perf_counter()
+    words = [f"lowered in {middle - start:.1f} s"]
+    if "mosaic_gpu" in lowered.as_text():  # else all of it is XLA's
+        result, text, kernels = _compiler(lowered)
+        told["kernels"] = {n: [list(kernel) for kernel in of] for n, of in kernels.items()}
+        every = [kernel for of in kernels.values() for kernel in of]
+        words += [
+            f"compiled in {time.perf_counter() - middle:.1f} s",
+            f"{len(every)} kernels",
+            f"{max((k.registers for k in every), default=0)} registers",
+            f"{sum(k.spills for k in every)} bytes spilled",
+        ]
+        if of_step:
+            told["training"] = training = _training(result.memory_analysis(), text)
+            words += [_gib(training["memory"]), f"{_gib(training['copied'])} copied"]
+            words += [f"{n} {kind}" for kind, n in training["collectives"].items()]
+    return told | {"line": ", ".join(words)}
+
+
+def _training(stats: Any, text: str) -> Row:
+    """What is told of a training step: `stats` are XLA's ``memory_analysis()``."""
+    exchanged = compilers.exchanged_in(text)
+    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    return {
+        "memory": needed - stats.alias_size_in_bytes,
+        "collectives": {kind: exchanged[kind][0] for kind in COLLECTIVES if kind in exchanged},
+        "exchanged": {kind: size for kind, (_, size) in exchanged.items()},
+        "copied": compilers.copied_in(text),
+    }
+
+
+def _lowered_training(training: Training, gpu: Gpu) -> Any:
+    """The training step of :data:`PER_DEVICE` sequences for each part of the batch, lowered."""
+    from jaxkern.lm.config import TrainConfig, axes_of
+    from jaxkern.lm.program import Placement, lowered_step
+
+    axes = axes_of(training.mesh) if training.mesh else {}
+    parts = axes.get("tensor", 1) * axes.get("sequence", 1)
+    flags: Row = {"preset": training.preset, "mixed_precision": "bf16", "mesh": training.mesh}
+    flags["batch_size"] = PER_DEVICE * training.devices // parts
+    if training.layers:
+        flags["model.n_layers"] = training.layers
+    config = TrainConfig.from_flags(flags)
+    return lowered_step(config, Placement.of(config, compilers.described(gpu, training.devices)))
+
+
+def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
+    """Forward and backward of an op, or an optimizer's step, as one program for one device."""
+    sharding = jax.sharding.SingleDeviceSharding(compilers.described(gpu, 1)[0])
+
+    def shapes_of(f: Callable[..., Any], *args: Any) -> Any:
+        """What `f` gives, as shapes on the device."""
+        give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        return jax.tree.map(give, jax.eval_shape(f, *args))
+
+    def falling_back(name: Any, kernel: Any, reference: Any, unfit: Any, _: bool, *a: Any) -> Any:
+        return kernel_call.kernel_call(name, kernel, reference, unfit, False, *a)
+
+    arrays = shapes_of(case.arrays, jax.random.key(0))
+    # "mosaic" has kernels also where XLA is faster, and here no error where one does not fit.
+    with mock.patch.object(kernel_pass, "kernel_call", falling_back):
+        if isinstance(case, Step):
+            init, run = steps.program(case, "mosaic")
+            step = jax.jit(lambda p, s, grads: run(grads, s, p), donate_argnums=(0, 1))
+            return step.lower(arrays, shapes_of(init, arrays), arrays)
+        return jax.jit(passes(case)).lower(*arrays)
+
 
 # Committed figures
 
@@ -52,35 +207,23 @@ def path_of(gpu: Gpu) -> Path:
     return RESULTS / f"aot-sm_{gpu.capability[0]}{gpu.capability[1]}.json"
 
 
-def figures(results: Iterable[Result]) -> dict[str, Any]:
-    """The part of the results that is committed."""
-    found: dict[str, Any] = {"kernels": {}, "plain": {}, "training": {}}
-    for result in results:
-        found["kernels"][result.name] = {
-            name: [list(kernel) for kernel in of_name] for name, of_name in result.kernels.items()
-        }
-        if result.plain:
-            found["plain"][result.name] = result.plain
-        if result.memory:
-            found["training"][result.name] = {
-                "memory": result.memory,
-                "collectives": {k: n for k, n in result.collectives.items() if n},
-                "exchanged": result.exchanged,
-                "copied": result.copied,
-            }
+def held_for(gpu: Gpu) -> Row:
+    """The committed figures of a GPU, or none."""
+    path = path_of(gpu)
+    return {part: {} for part in PARTS} | (json.loads(path.read_text()) if path.exists() else {})
+
+
+def with_results(held: Row, results: Row) -> Row:
+    """The figures `held` with those of :func:`compiled` by task, of tasks that there are."""
+    found = dict(held)
+    for part in PARTS:
+        kept = {name: told for name, told in held[part].items() if name not in results}
+        new = {n: r[part] for n, r in results.items() if r[part] or part == "kernels"}
+        found[part] = {n: v for n, v in sorted((kept | new).items()) if n in tasks()}
     return found
 
 
-def merged(was: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """The figures of both, of tasks that there are; of those that both have, the figures `now`."""
-    found = was | now
-    for part in figures(()):
-        kept = {n: v for n, v in was[part].items() if n not in now["kernels"]}
-        found[part] = {n: v for n, v in sorted((kept | now[part]).items()) if n in tasks()}
-    return found
-
-
-def chosen(held: dict[str, Any]) -> list[str]:
+def chosen(held: Row) -> list[str]:
     """The fewest cases that have each kernel in each of its tiles, by the figures `held`.
 
     Of the GPU that training steps are compiled for, also each op in each dtype and with each
@@ -101,8 +244,7 @@ def chosen(held: dict[str, Any]) -> list[str]:
 
     having = {name: shown(name) for name in kernels}
     left = set[Any]().union(*having.values())
-    told = lambda name: name.startswith("tiny") or "," in name
-    found = [name for name in held["training"] if told(name)]
+    found = [name for name in held["training"] if name.startswith("tiny") or "," in name]
     while left:
         name = min(having, key=lambda name: (-len(having[name] & left), sizes[name], name))
         found.append(name)
@@ -110,46 +252,37 @@ def chosen(held: dict[str, Any]) -> list[str]:
     return found
 
 
-def differences(was: dict[str, Any], now: dict[str, Any], names: Iterable[str]) -> list[str]:
-    """Compares the figures `now` with those that `was` holds, of the tasks `names`; tells faults.
+def differences(was: Row, now: Row, names: Iterable[str]) -> Iterator[str]:
+    """Tells what is worse in the figures `now` than in those that `was` holds, of tasks `names`.
 
-    Each has ``"jax"``, a version, and the parts of :func:`figures`.
+    Each has ``"jax"``, a version, and :data:`PARTS`.
     """
     same = was["jax"] == now["jax"]
-    found: list[str] = []
     for name in names:
         before, after = was["kernels"].get(name), now["kernels"].get(name)
         if before is None or after is None:
             if same:
-                found.append(f"{name}: is {'new' if before is None else 'missing'}")
+                yield f"{name}: is {'new' if before is None else 'missing'}"
             continue
-        found += _kernel_differences(name, before, after, same)
+        for kernel in sorted({*before, *after}):
+            counted = [[Kernel(*k) for k in part.get(kernel, ())] for part in (before, after)]
+            if same and len(counted[0]) != len(counted[1]):
+                yield f"{name}: kernels {kernel}: was {len(counted[0])}, is {len(counted[1])}"
+            spills = max((k.spills for k in counted[1]), default=0)
+            if spills and counted[0] and not any(k.spills for k in counted[0]):
+                yield f"{name}: spills of {kernel}: was 0 bytes, is {spills}"
         plain = now["plain"].get(name, {}).items() - was["plain"].get(name, {}).items()
-        found += [f"{name}: {kernel} is plain JAX: {reason}" for kernel, reason in sorted(plain)]
-        if name in now["training"]:
-            before, after = was["training"].get(name), now["training"][name]
-            found += _training_differences(name, before, after, same)
-    return found
-
-
-def _kernel_differences(name: str, was: Any, now: Any, same: bool) -> Iterator[str]:
-    for kernel in sorted({*was, *now}):
-        before, after = ([Kernel(*k) for k in part.get(kernel, ())] for part in (was, now))
-        if same and len(before) != len(after):
-            yield f"{name}: kernels {kernel}: was {len(before)}, is {len(after)}"
-        spills = max((k.spills for k in after), default=0)
-        if spills and before and not any(k.spills for k in before):
-            yield f"{name}: spills of {kernel}: was 0 bytes, is {spills}"
-
-
-def _training_differences(name: str, was: Any, now: Any, same: bool) -> Iterator[str]:
-    for kind in COLLECTIVES:
-        before, after = (part["collectives"].get(kind, 0) for part in (was, now))
-        if before != after:
-            yield f"{name}: {kind}: was {before}, is {after}"
-    for part, told in ("memory", "memory of a device"), ("copied", "bytes copied"):
-        if same and now[part] > GROWTH * was[part]:
-            yield f"{name}: {told}: was {_gib(was[part])}, is {_gib(now[part])}"
+        yield from (f"{name}: {kernel} is plain JAX: {reason}" for kernel, reason in sorted(plain))
+        if name not in now["training"]:
+            continue
+        before, after = was["training"].get(name), now["training"][name]
+        for kind in COLLECTIVES:
+            counts = [part["collectives"].get(kind, 0) for part in (before, after)]
+            if counts[0] != counts[1]:
+                yield f"{name}: {kind}: was {counts[0]}, is {counts[1]}"
+        for part, told in ("memory", "memory of a device"), ("copied", "bytes copied"):
+            if same and after[part] > GROWTH * before[part]:
+                yield f"{name}: {told}: was {_gib(before[part])}, is {_gib(after[part])}"
 
 
 def _gib(size: int) -> str:
@@ -159,22 +292,7 @@ def _gib(size: int) -> str:
 # The command
 
 
-def line_of(result: Result) -> str:
-    kernels = [kernel for of_name in result.kernels.values() for kernel in of_name]
-    words = [
-        f"lowered in {result.lower_s:.1f} s",
-        f"compiled in {result.compile_s:.1f} s",
-        f"{len(kernels)} kernels",
-        f"{max((k.registers for k in kernels), default=0)} registers",
-        f"{sum(k.spills for k in kernels)} bytes spilled",
-    ]
-    if result.memory:
-        words += [_gib(result.memory), f"{_gib(result.copied)} copied"]
-        words += [f"{n} {kind}" for kind, n in result.collectives.items() if n]
-    return ", ".join(words)
-
-
-def _parser() -> argparse.ArgumentParser:
+def main(argv: list[str] | None = None) -> int:
     p = program.parser("aot")
     p.add_argument("--write", action="store_true", help="renew the committed figures")
     p.add_argument("--only", metavar="REGEX", help="only tasks whose name has it")
@@ -183,11 +301,7 @@ def _parser() -> argparse.ArgumentParser:
     every = f"what is compiled for; repeat for more ({', '.join(GENERATIONS)})"
     p.add_argument("--gpu", choices=GPUS, action="append", help=every)
     p.add_argument("--jobs", type=int, default=2, help="processes that compile")
-    return p
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = p.parse_args(argv)
     start = time.perf_counter()
     names = [name for name in tasks() if re.search(args.only or "", name)]
     if not names:
@@ -203,18 +317,13 @@ def main(argv: list[str] | None = None) -> int:
     faults = []
     for gpu in args.gpu or (PART if args.part else GENERATIONS):
         print(f"for {GPUS[gpu]}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
-        faults += _on_generation(gpu, names, versions, args)
-    print(f"{time.perf_counter() - start:.0f} s, and {_processor_seconds():.0f} s of processors")
+        faults += [f"{gpu}: {fault}" for fault in _on_generation(gpu, names, versions, args)]
+    print(f"{time.perf_counter() - start:.0f} s")
     for fault in faults:
         print(f"bench.aot: {fault}", file=sys.stderr)
     if faults and not args.write:
         print("bench.aot: if this is meant, run make matrix ARGS=--write", file=sys.stderr)
     return 1 if faults else 0
-
-
-def _processor_seconds() -> float:
-    spent = os.times()
-    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 def _on_generation(
@@ -224,11 +333,9 @@ def _on_generation(
     path = path_of(GPUS[gpu])
     if not path.exists() and not args.write:
         return [f"{path} is missing"]
-    was: dict[str, Any] = {"jax": versions["jax"], **figures(())}
-    if path.exists():
-        held = figures(()) | json.loads(path.read_text())
-        if not (args.write and _newer(versions["jax"], held["jax"])):
-            was = held
+    was = held_for(GPUS[gpu])
+    if not path.exists() or (args.write and _newer(versions["jax"], was["jax"])):
+        was = {"jax": versions["jax"], **{part: {} for part in PARTS}}
     other = was["jax"] != versions["jax"]
     if gpu != "h200":
         names = [name for name in names if not isinstance(tasks()[name], Training)]
@@ -245,26 +352,25 @@ def _on_generation(
             f"The committed figures are from JAX {was['jax']}: only spills, passes in plain JAX "
             "and collectives are held against them"
         )
-    now: dict[str, Any] = {"gpu": GPUS[gpu].name, **versions, **figures(())}
-    faults: list[str] = []
-    for result in run(gpu, [name for name in names if name in tasks()], args.jobs):
-        if result.error:
-            faults.append(f"{result.name}: {result.error}")
+    about = {"gpu": GPUS[gpu].name, **versions}
+    now: Row = about | {part: {} for part in PARTS}
+    faults: dict[str, str] = {}
+    for name, result in run(gpu, [name for name in names if name in tasks()], args.jobs):
+        if isinstance(result, Failed):
+            faults[name] = f"{name}: {result}"
             continue
-        for part, of_result in figures([result]).items():
-            now[part] |= of_result
+        now = with_results(now, {name: result})
         if args.write and other:
-            told = differences(was, now, [result.name])
-            was[beside] = dict(sorted({**was.get(beside, {}), result.name: told}.items()))
+            told = [*differences(was, now, [name])]
+            was[beside] = dict(sorted({**was.get(beside, {}), name: told}.items()))
             path.write_text(program.with_lines(was))
         elif args.write:  # at once: it takes long, and may go on later
-            path.write_text(program.with_lines(merged(was, now)))
+            was = with_results(was | about, {name: result})
+            path.write_text(program.with_lines(was))
     if args.write:
         print(f"wrote {path}")
-    else:
-        failed = {fault.split(": ")[0] for fault in faults}
-        faults += differences(was, now, (name for name in names if name not in failed))
-    return [f"{gpu}: {fault}" for fault in faults]
+        return [*faults.values()]
+    return [*faults.values(), *differences(was, now, (n for n in names if n not in faults))]
 
 
 def _newer(version: str, other: str) -> bool:
@@ -272,33 +378,11 @@ def _newer(version: str, other: str) -> bool:
     return numbers(version) > numbers(other)
 
 
-def run(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
+def run(gpu: str, names: list[str], jobs: int) -> Iterator[tuple[str, Any]]:
     """Compiles tasks in processes of their own, and tells what became of each, as they are done."""
-    with gpus.compilers():
-        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
-        for count, result in enumerate(_surviving(gpu, names, jobs), 1):
-            line = "failed" if result.error else line_of(result)
-            print(f"[{count:3}/{len(names)}] {gpu} {result.name:44} {line}", flush=True)
-            yield result
-
-
-def _surviving(gpu: str, names: list[str], jobs: int) -> Iterator[Result]:
-    """The results of tasks, of which one may end its process.
-
-    That ends the others' processes, too: the next tasks then run in one process each.
-    """
-    left = dict.fromkeys(names)
-    alone = 0
-    while left:
-        group = [*left][:1] if alone else [*left]
-        try:
-            for (_, name), result in each(attempt, [(gpu, n) for n in group], jobs, apart=True):
-                del left[name]
-                yield result
-        except BrokenProcessPool as error:
-            if alone:
-                del left[group[0]]
-                yield Result(group[0], error=f"{error}")
-            else:
-                alone = 2 * jobs + 1
-        alone = max(0, alone - 1)
+    with compilers.for_gpus():
+        todo = [(gpu, name) for name in names]
+        for count, ((_, name), result) in enumerate(each(compiled, todo, jobs, apart=True), 1):
+            line = "failed" if isinstance(result, Failed) else result["line"]
+            print(f"[{count:3}/{len(names)}] {gpu} {name:44} {line}", flush=True)
+            yield name, result

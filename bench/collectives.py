@@ -6,7 +6,6 @@ collectives of the final text are held against ``bench/results/aot-collectives.j
 number of one is wrong, and ``--write`` renews the file. Nothing runs.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -14,8 +13,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from bench import gpus, program
-from bench.processes import each
+from bench import program
+from bench.processes import Failed, each
 from bench.program import RESULTS
 
 PATH = RESULTS / "aot-collectives.json"
@@ -100,15 +99,18 @@ def compiled(name: str) -> Held:
     from jax.sharding import AxisType, Mesh, NamedSharding
 
     from bench.cases import case, optim
-    from bench.programs import exchanges
-    from bench.ptxas import without_modules
+    from bench.compilers import described, exchanged_in, without_modules
     from jaxkern.core.target import GPUS
 
     of_case, axis, count = re.fullmatch(r"(.*) x (\w+)=(\d+)", name).groups()  # pyright: ignore
     of = next(of for of in _cases() if of.name == of_case)
-    devices = gpus.described(GPUS["h200"], int(count))
+    devices = described(GPUS["h200"], int(count))
     mesh = Mesh(np.array(devices), ("x",), axis_types=(AxisType.Auto,))
-    sizes = _sizes(of, axis, int(count))
+    sizes: dict[str, Any] = {name: SIZES[name] for name in of.axes.split()}
+    if of.op.startswith("ssd"):
+        sizes["n"] = 128
+    if count == "64":
+        sizes[axis] = MORE.get(axis, sizes[axis])
     *ins, of_result = (NamedSharding(mesh, spec) for spec in of.specs(axis, "x", sizes))
     types = of.types(sizes, case.dtypes("bfloat16", parameters="float32"))
     placed = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -122,31 +124,8 @@ def compiled(name: str) -> Held:
     found: Held = {}
     for direction, (f, arguments) in passes.items():
         text = jax.jit(f).lower(*arguments).compile().as_text()
-        told: dict[str, list[int]] = {}
-        for kind, size in exchanges(without_modules(text or "")[0]):
-            of_kind = told.setdefault(kind, [0, 0])
-            of_kind[0] += 1
-            of_kind[1] += size
-        found[direction] = dict(sorted(told.items()))
-    jax.clear_caches()
+        found[direction] = dict(sorted(exchanged_in(without_modules(text or "")[0]).items()))
     return found
-
-
-def _sizes(case: Any, axis: str, count: int) -> dict[str, Any]:
-    sizes = {name: SIZES[name] for name in case.axes.split()}
-    if case.op.startswith("ssd"):
-        sizes["n"] = 128
-    if count == 64:
-        sizes[axis] = MORE.get(axis, sizes[axis])
-    return sizes
-
-
-def attempt(name: str) -> Held | str:
-    """What a program exchanges, or why it cannot be compiled."""
-    try:
-        return compiled(name)
-    except Exception as error:  # the others go on
-        return f"{type(error).__name__}: {program.first_line(error)}"
 
 
 def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
@@ -164,20 +143,26 @@ def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    from bench.compilers import for_gpus
+
+    p = program.parser("collectives")
+    p.add_argument("--write", action="store_true", help="renew the committed figures")
+    p.add_argument("--part", action="store_true", help="only what CI has time for")
+    p.add_argument("--only", metavar="REGEX", default="", help="only programs whose name has it")
+    p.add_argument("--jobs", type=int, default=2, help="processes that compile")
+    args = p.parse_args(argv)
     chosen = [name for name in (part if args.part else names)() if re.search(args.only, name)]
     was = json.loads(PATH.read_text())["programs"] if PATH.exists() else {}
     now: dict[str, Held] = {}
     faults = []
     tasks = [(name,) for name in chosen]
-    with gpus.compilers():
-        for count, ((name,), told) in enumerate(each(attempt, tasks, args.jobs, apart=True), 1):
-            if isinstance(told, str):
+    with for_gpus():
+        for count, ((name,), told) in enumerate(each(compiled, tasks, args.jobs, apart=True), 1):
+            line = "failed"
+            if isinstance(told, Failed):
                 faults.append(f"{name}: {told}")
-                line = "failed"
             else:
-                now[name] = told
-                line = "; ".join(exchanged(told))
+                now[name], line = told, "; ".join(exchanged(told))
             print(f"[{count:3}/{len(tasks)}] {name:44} {line}", flush=True)
     if args.write:
         every = {name: (was | now)[name] for name in names() if name in was | now}
@@ -192,15 +177,6 @@ def main(argv: list[str] | None = None) -> int:
         print(f"bench.collectives: {fault}", file=sys.stderr)
     print(f"{len(now)} programs")
     return 1 if faults else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    p = program.parser("collectives")
-    p.add_argument("--write", action="store_true", help="renew the committed figures")
-    p.add_argument("--part", action="store_true", help="only what CI has time for")
-    p.add_argument("--only", metavar="REGEX", default="", help="only programs whose name has it")
-    p.add_argument("--jobs", type=int, default=2, help="processes that compile")
-    return p
 
 
 def exchanged(of_passes: Held) -> tuple[str, str]:

@@ -37,7 +37,7 @@ def heading(name: str, held: Held) -> str:
 
 def operations() -> list[str]:
     """The ops, in the order of the cases."""
-    from bench.programs import Training, tasks  # with JAX, which the rest has no need of
+    from bench.aot import Training, tasks  # with JAX, which the rest has no need of
 
     ops = [name.split()[0] for name, task in tasks().items() if not isinstance(task, Training)]
     return [op for op in dict.fromkeys(ops) if op not in COMPOSED]

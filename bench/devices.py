@@ -29,12 +29,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from bench import program, timing
 from bench.cases import TABLE, case
-from bench.train import attempt
+from bench.program import Row
+from bench.train import peak_gib
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
+from jaxkern.lm.data.corpus import Packed
 from jaxkern.lm.program import Placement, compile_programs
 from jaxkern.lm.step import schedule_of
 
-_GIB = 2**30
 _RUNS, _CALLS = 3, 10
 _SECONDS = 2
 """A run is at most so long: with slow calls it has fewer than ten."""
@@ -72,8 +73,6 @@ class Job:
     remat: str = "none"
     check: bool = False
 
-    contender = "jaxkern"
-
     def __str__(self) -> str:
         return f"{self.told}, {'x'.join(map(str, self.sizes))}, {self.mesh}"
 
@@ -83,10 +82,9 @@ class Job:
         return self.what if self.remat == "none" else f"{self.what} --remat {self.remat}"
 
 
-def measure(job: Job, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+def measure(job: Job) -> Row:
     """The row of a job."""
     began = time.perf_counter()
-    wait()
     return (_train if job.what in PRESETS else _scan)(job, began)
 
 
@@ -104,36 +102,27 @@ def _best(run: Callable[[], Any]) -> float:
     return 1e3 * min(timed(calls) for _ in range(_RUNS))
 
 
-def _row(job: Job, tokens: int, devices: int, ms: float, **rest: Any) -> dict[str, Any]:
+def _row(job: Job, tokens: int, devices: int, ms: float, **rest: Any) -> Row:
     told = {"what": job.told, "sizes": " × ".join(map(str, job.sizes)), "mesh": job.mesh}
     per_second = {"ms": round(ms, 3), "tokens_per_second": round(1e3 * tokens / ms)}
     empty = dict.fromkeys(("efficiency", "first_step_s", "peak_gib", "error"), "")
     return told | {"devices": devices} | per_second | empty | rest
 
 
-def _train(job: Job, began: float) -> dict[str, Any]:
+def _train(job: Job, began: float) -> Row:
     sequences, tokens = job.sizes
     mesh = "" if job.mesh == "none" else job.mesh
     axes = axes_of(mesh) if mesh else {}
     length = tokens * axes.get("sequence", 1)
-    config = TrainConfig.from_flags(
-        {
-            "preset": job.what,
-            "mixed_precision": "bf16",
-            "mesh": mesh,
-            "batch_size": sequences * axes.get("data", 1) * axes.get("fsdp", 1),
-            "seq_len": length,
-            "remat": job.remat,
-            "steps": 1000,
-        }
-    )
+    flags: Row = {"preset": job.what, "mixed_precision": "bf16", "mesh": mesh, "steps": 1000}
+    flags["batch_size"] = sequences * axes.get("data", 1) * axes.get("fsdp", 1)
+    config = TrainConfig.from_flags(flags | {"seq_len": length, "remat": job.remat})
     devices = jax.devices()[: math.prod(axes.values())]
     shape = 1, config.batch_size, length + 1
     windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     step, state = _first_step(config, devices, windows)
-    first = time.perf_counter() - began
-    checked = job.check and mesh
-    split = _gradients(config, devices, state) if checked else None
+    told: Row = {"first_step_s": round(time.perf_counter() - began, 1)}
+    split = _gradients(config, devices, state) if job.check and mesh else None
 
     def run() -> Any:
         nonlocal state
@@ -141,23 +130,13 @@ def _train(job: Job, began: float) -> dict[str, Any]:
         return metrics
 
     ms = _best(run)
-    stats = [device.memory_stats() or {} for device in devices]
-    peak = max(of_one.get("peak_bytes_in_use", 0) for of_one in stats)
-    told: dict[str, Any] = {}
-    if checked:
+    told["peak_gib"] = max(peak_gib(device) or 0.0 for device in devices)
+    if split is not None:
         del state
         alone = dataclasses.replace(config, mesh="")
         whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], windows)[1])
         told["error"] = f"{_error(split, whole):.1e}"
-    return _row(
-        job,
-        config.batch_size * length,
-        len(devices),
-        ms,
-        first_step_s=round(first, 1),
-        peak_gib=round(peak / _GIB, 2),
-        **told,
-    )
+    return _row(job, config.batch_size * length, len(devices), ms, **told)
 
 
 def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray) -> Any:
@@ -165,7 +144,7 @@ def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
     windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
-    step = lambda state: programs.step(state, windows, schedule_of(config))
+    step = lambda state: programs.step(state, Packed(windows), schedule_of(config))
     return step, jax.block_until_ready(step(programs.init(np.int32(config.seed)))[0])
 
 
@@ -175,7 +154,7 @@ def _gradients(config: TrainConfig, devices: Sequence[Any], state: Any) -> np.nd
     return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(averages)])
 
 
-def _scan(job: Job, began: float) -> dict[str, Any]:
+def _scan(job: Job, began: float) -> Row:
     of = next(of for of in TABLE if of.name == job.what)
     sizes = of.sizes(job.sizes)
     dtype = "bfloat16" if timing.on_gpu() else "float32"
@@ -189,7 +168,7 @@ def _scan(job: Job, began: float) -> dict[str, Any]:
     devices = jax.devices()
     dout = jax.random.normal(jax.random.key(1), jax.eval_shape(of.call, *arrays).shape, dtype)
     whole = [jax.device_put(a, devices[0]) for a in (*arrays, dout)]
-    told: dict[str, Any] = {}
+    told: Row = {}
     run, count = functools.partial(both, *whole), 1
     if job.mesh != "none":
         count = int(job.mesh.partition("=")[2])
@@ -229,24 +208,24 @@ def jobs(
     alone.
     """
     usual, lengths = ((8, 2048), LENGTHS) if gpu else ((1, 16), (64,))
+    everything = not sizes and not ops
     training = [
         Job(preset, of_step, mesh, remat, check)
         for preset in presets
-        for of_step in sizes or (usual,)
+        for of_step in (sizes or [usual][:everything])
         for mesh in ("none", *meshes)
     ]
     scans = [
         Job(op, (1, length, *of_op), mesh, check=length == lengths[0])
         for op, of_op in (SEQUENCES if gpu else SMALL).items()
-        if not ops or op in ops
+        if op in ops or everything
         for length in lengths
         for mesh in ("none", f"sequence={count}")
     ]
-    everything = not sizes and not ops
-    return [*(training if sizes or everything else ()), *(scans if ops or everything else ())]
+    return [*training, *scans]
 
 
-def with_efficiency(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_efficiency(rows: list[Row]) -> list[Row]:
     """The rows, those of a mesh with their efficiency."""
     of_one = lambda row: row["tokens_per_second"] / row["devices"]
     same = lambda row: (row["what"], row.get("sizes"))
@@ -282,22 +261,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
     presets = args.preset or (["130m"] if gpu else ["micro"])
-    clock = program.clock(gpu, "wall-clock time of calls that wait in the devices' queues")
-    report: dict[str, Any] = program.machine(args.commit) | {"clock": clock}
-    rows, failed, out = [], [], args.out
-    for job in jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()):
-        for _, row in attempt([job], args.limit, measure):
-            if isinstance(row, str):
-                failed.append(f"{job}: {row}")
-                print(failed[-1], flush=True)
-                continue
-            rows = with_efficiency([*rows, row])
-            print(
-                f"{job}: {row['tokens_per_second']:,} tokens/s, {row['ms']:,} ms "
-                f"{rows[-1]['efficiency']}",
-                flush=True,
-            )
-        # A run that is stopped keeps its rows.
-        out = program.write(report | {"failed": failed, "rows": rows}, args.out, "devices")
-    print(f"wrote {out}")
-    return 1 if failed else 0
+    report = program.measured(
+        args,
+        "devices",
+        measure,
+        jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()),
+        program.clock(gpu, "wall-clock time of calls that wait in the devices' queues"),
+        lambda job, row: f"{job}: {row['tokens_per_second']:,} tokens/s, {row['ms']:,} ms",
+        lambda rows: {"rows": with_efficiency(rows)},
+        apart=True,
+        most=1,
+        limit=args.limit,
+    )
+    return 1 if report["failed"] else 0

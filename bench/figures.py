@@ -54,6 +54,9 @@ STEADY = 0.1
 EVEN = 0.01
 """Times that differ by less than this part are even."""
 
+MODEL = ("130m, vocabulary 50,280", 2048)
+"""The preset and length that README shows of training."""
+
 Row = dict[str, Any]
 Key = tuple[str, str, str, str]
 """Op, shape, dtype and pass."""

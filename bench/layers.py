@@ -20,7 +20,6 @@ layer's input; in PyTorch, by how much the forward enlarges the memory in use, l
 import dataclasses
 import importlib
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +29,8 @@ import jax.numpy as jnp
 from bench import program, timing
 from bench.figures import CHOSEN
 from bench.measured import bytes_of
-from bench.processes import device, each
+from bench.processes import device
+from bench.program import Row
 from jaxkern.nn import mamba2, remat
 
 POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
@@ -58,6 +58,7 @@ class Job:
     sizes: mamba2.Sizes
     batch: int
     length: int
+    calls: int
 
     def __str__(self) -> str:
         return f"{self.contender}, d_model {self.sizes.d_model}, {self.batch} × {self.length}"
@@ -145,7 +146,7 @@ def _kept(call: Call, one: Any, params: Any, x: Any) -> int:
     return temporary(compiled) - temporary(one) - bytes_of(x)
 
 
-def _measure_jax(job: Job, calls: int) -> dict[str, Any]:
+def _measure_jax(job: Job) -> Row:
     take, call = _in_jax(job)
     key = jax.random.key(0)
     weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
@@ -163,8 +164,8 @@ def _measure_jax(job: Job, calls: int) -> dict[str, Any]:
         sets = [(params, draw(k), draw(d)) for k, d in _keys(x)]
         _check(both(*sets[0])[:2], plain(weights, *sets[0][1:])[:2])
         times = [
-            timing.measure(forward, [of[:2] for of in sets], calls),
-            timing.measure(both, sets, calls),
+            timing.measure(forward, [of[:2] for of in sets], job.calls),
+            timing.measure(both, sets, job.calls),
         ]
     return _row(job, kept, *times)
 
@@ -223,7 +224,7 @@ def _of_mamba_ssm(sizes: mamba2.Sizes, weights: mamba2.Weights) -> Any:
     return layer
 
 
-def _measure_torch(job: Job, calls: int) -> dict[str, Any]:
+def _measure_torch(job: Job) -> Row:
     import torch  # pyright: ignore[reportMissingImports]
 
     key = jax.random.key(0)
@@ -258,14 +259,14 @@ def _measure_torch(job: Job, calls: int) -> dict[str, Any]:
         kept = torch.cuda.memory_allocated() - before - out.nbytes
         del out
         wait = lambda _: torch.cuda.synchronize()
-        times = [timing.measure(f, sets, calls, wait) for f in (forward, both)]
+        times = [timing.measure(f, sets, job.calls, wait) for f in (forward, both)]
     return _row(job, kept, *times)
 
 
 # The command
 
 
-def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> dict[str, Any]:
+def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> Row:
     us = lambda timed: round(1e3 * timed.median, 1)
     return {
         "layer": mamba2.BLOCK.name,
@@ -280,17 +281,9 @@ def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> di
     }
 
 
-def _attempt(job: Job, calls: int) -> dict[str, Any] | str:
-    """The row of a job, or why there is none."""
-    name = job.contender
-    if name in ("jla", "mamba_ssm") and importlib.util.find_spec(name) is None:
-        return "not installed"
-    try:
-        return (_measure_torch if name == "mamba_ssm" else _measure_jax)(job, calls)
-    except Exception as error:  # a peer may raise anything, and the others go on
-        return f"{type(error).__name__}: {program.first_line(error)}"[:300]
-    finally:
-        jax.clear_caches()
+def measure(job: Job) -> Row:
+    """The row of a job."""
+    return (_measure_torch if job.contender == "mamba_ssm" else _measure_jax)(job)
 
 
 def _small(width: int) -> mamba2.Sizes:
@@ -309,23 +302,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = p.parse_args(argv)
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
-    widths = args.d_model or (WIDTHS if gpu else (32,))
-    shapes = SHAPES if gpu else ((2, 64),)
     jobs = [
-        Job(name, mamba2.Sizes(width) if gpu else _small(width), batch, length)
-        for width in widths
-        for batch, length in shapes
+        Job(name, mamba2.Sizes(width) if gpu else _small(width), batch, length, args.calls)
+        for width in args.d_model or (WIDTHS if gpu else (32,))
+        for batch, length in (SHAPES if gpu else ((2, 64),))
         for name in args.only.split(",")
     ]
     clock = program.clock(gpu, "device time (CUPTI)")
-    report = program.machine(args.commit) | {"clock": clock, "failed": [], "rows": []}
-    out, found = args.out, dict[Job, Any].fromkeys(jobs, "the run was stopped")
-    for (job, _), row in each(_attempt, [(job, args.calls) for job in jobs], args.jobs):
-        found[job] = row
-        told = row if isinstance(row, str) else f"{row['both_us']:,.0f} µs, forward and backward"
-        print(f"{job}: {told}", file=sys.stderr, flush=True)
-        report["rows"] = [row for row in found.values() if isinstance(row, dict)]
-        report["failed"] = [f"{job}: {row}" for job, row in found.items() if isinstance(row, str)]
-        out = program.write(report, args.out, "layers")  # a run that is stopped keeps its rows
-    print(f"wrote {out}")
+    told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
+    report = program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)
     return 1 if report["failed"] else 0

@@ -17,7 +17,7 @@ import jax
 from bench import program, steps
 from bench.cases.optim import Step
 from bench.measured import Case, cases
-from bench.processes import each
+from bench.processes import Failed, each
 from jaxkern.core import kernel_call, target
 
 
@@ -53,10 +53,7 @@ def digests(name: str) -> list[str]:
     """A digest of each kernel of a case, which tells of its code alone, not of its source lines."""
     case = _by_name()[name]
     arrays = jax.eval_shape(case.arrays, jax.random.key(0))
-    try:
-        modules = kernel_modules(passes(case), *arrays)
-    finally:
-        jax.clear_caches()
+    modules = kernel_modules(passes(case), *arrays)
     return sorted(hashlib.sha256(str(module).encode()).hexdigest()[:16] for module in modules)
 
 
@@ -92,11 +89,12 @@ def main(argv: list[str] | None = None) -> int:
     group.add_argument("--against", type=Path, help="compare with the digests in this file")
     args = p.parse_args(argv)
     names = [n for n in _by_name() if not args.op or n.split()[0] in args.op]
-    tasks = [(name,) for name in names]
-    made = {name: digest for (name,), digest in each(digests, tasks, args.jobs)}
-    found = {name: made[name] for name in names}
+    found = {name: made for (name,), made in each(digests, [(n,) for n in names], args.jobs)}
+    if failed := [f"{name}: {made}" for name, made in found.items() if isinstance(made, Failed)]:
+        print(*failed, sep="\n")
+        return 1
     if args.write:
-        args.write.write_text(json.dumps(found, indent=1) + "\n")
+        args.write.write_text(json.dumps({name: found[name] for name in names}, indent=1) + "\n")
         print(f"{len(found)} cases, {sum(map(len, found.values()))} kernels: wrote {args.write}")
         return 0
     kept = json.loads(args.against.read_text())

@@ -16,7 +16,7 @@ from bench import timing
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.measured import Case, bytes_of
-from bench.processes import Alone, Shared
+from bench.processes import device
 
 _MODULES = {
     "jax": "jax",
@@ -67,7 +67,7 @@ def arranged(case: Case, name: str) -> Arranged:
 
 
 def measure_torch(
-    case: Case, name: str, calls: int, device: Alone | Shared, check: Callable[[Any, Any], None]
+    case: Case, name: str, calls: int, check: Callable[[Any, Any], None]
 ) -> dict[str, tuple[timing.Timing, int]]:
     """Times of the case's passes in a library for PyTorch, and what both in one take of memory.
 
@@ -75,7 +75,6 @@ def measure_torch(
       case: what to compute.
       name: whose kernels.
       calls: timed calls of each pass.
-      device: held while it is used.
       check: raises if the first result is not the second, plain JAX's.
 
     Returns:
@@ -109,7 +108,7 @@ def measure_torch(
         return out.detach(), torch.autograd.grad(out, [t for t in args if t.requires_grad], dout)
 
     key, make = jax.random.key(0), jax.jit(case.arrays)
-    with device.compiling():
+    with device().compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
         first = [_differentiable(t.detach().clone()) for t in tensors(arrays)]
@@ -117,7 +116,7 @@ def measure_torch(
         of_both = both(cotangent(out), *first)
         torch.cuda.synchronize()
         plain = jax.jit(lambda a: case.plain(*a)).lower(arrays).compile()
-    with device:
+    with device():
         got = of.give(out)
         if case.scalar:
             got = of.give(of_both[0]), list(of.back(*of_both[1]))
@@ -162,11 +161,11 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_torch_step(step: Step, calls: int, device: Alone | Shared) -> timing.Timing:
+def measure_torch_step(step: Step, calls: int) -> timing.Timing:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    with device:
+    with device():
         draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
         params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
         for p in params:

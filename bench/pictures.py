@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.documents import MODEL
 from bench.figures import (
+    MODEL,
     OURS,
     Line,
     Results,

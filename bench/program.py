@@ -1,4 +1,4 @@
-"""What the commands of ``python -m bench`` share: options, where figures come from, result files.
+"""What the commands of ``python -m bench`` share: options, jobs, where figures come from, files.
 
 It does not import JAX by itself, so that a command may set up its process before it does.
 """
@@ -8,8 +8,11 @@ import json
 import os
 import subprocess
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.processes import Failed, each
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
@@ -35,6 +38,8 @@ COMMANDS = {
 RUNS = ("precision", "curves", "first_step", "checkpoints")
 """The commands that are functions of :mod:`bench.runs`."""
 
+Row = dict[str, Any]
+
 
 def parser(command: str, result: str = "") -> argparse.ArgumentParser:
     """The parser of a command; of one that writes a `result`, with the options of that file."""
@@ -50,13 +55,56 @@ def parser(command: str, result: str = "") -> argparse.ArgumentParser:
     return p
 
 
+def measured(
+    args: argparse.Namespace,
+    result: str,
+    measure: Callable[[Any], Row | list[Row]],
+    work: Sequence[Any],
+    about: Row,
+    tell: Callable[[Any, Row], str],
+    finish: Callable[[list[Row]], Row] = lambda rows: {"rows": rows},
+    **how: Any,
+) -> Row:
+    """Measures jobs, prints each, and writes the report whenever one is done.
+
+    A run that is stopped keeps its rows.
+
+    Args:
+      args: with ``commit`` and ``out`` of :func:`parser`.
+      result: the end of the file's name.
+      measure: gives the row of a job, or its rows; a function of a module.
+      work: what to measure, no two alike; ``str`` names one.
+      about: what the report has besides: the clock, settings.
+      tell: the line for a row of a job.
+      finish: what becomes of all rows in the report.
+      how: options of :func:`bench.processes.each`.
+
+    Returns:
+      The report, with the rows in the order of `work` and why others ``failed``.
+    """
+    report = machine(args.commit) | about | {"failed": [], "rows": []}
+    found: dict[Any, Any] = dict.fromkeys(work, Failed("the run was stopped"))
+    for (job,), rows in each(measure, [(job,) for job in work], **how):
+        found[job] = [rows] if isinstance(rows, dict) else rows
+        if isinstance(rows, Failed):
+            print(f"{job}: {rows}", flush=True)
+        else:
+            print(*(tell(job, row) for row in found[job]), sep="\n", flush=True)
+        report["failed"] = [f"{job}: {v}" for job, v in found.items() if isinstance(v, Failed)]
+        done = [row for rows in found.values() if not isinstance(rows, Failed) for row in rows]
+        report |= finish(done) if done else {}
+        out = write(report, args.out, result)
+    print(f"wrote {out}")
+    return report
+
+
 def share_device(jobs: int) -> None:
     """Has several processes share the device's memory; called before JAX takes hold of it."""
     if jobs > 1:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
 
 
-def machine(commit: str) -> dict[str, Any]:
+def machine(commit: str) -> Row:
     """Where the figures come from: without it they mean nothing."""
     import jax
 
@@ -88,7 +136,7 @@ def _output(*command: str) -> str:
     return run.stdout.strip().splitlines()[0] if run.stdout.strip() else ""
 
 
-def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
+def write(report: Row, out: Path | None, result: str) -> Path:
     """Writes a report of :func:`machine`'s to `out`, or to where the `result` of its device is."""
     device = str(report["device"]).lower().replace(" ", "-")
     out = out or RESULTS / f"{device}-{result}.json"
@@ -97,7 +145,7 @@ def write(report: dict[str, Any], out: Path | None, result: str) -> Path:
     return out
 
 
-def with_lines(report: dict[str, Any]) -> str:
+def with_lines(report: Row) -> str:
     """JSON of `report`, with a line for each entry of its dictionaries."""
     lines = []
     for key, value in report.items():
@@ -109,11 +157,6 @@ def with_lines(report: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def clock(gpu: bool, told: str) -> str:
-    """What to say of the figures' clock: `told`, or that they are of no kernels."""
-    return told if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def clock(gpu: bool, told: str) -> Row:
+    """The report's entry of the figures' clock: `told`, or that they are of no kernels."""
+    return {"clock": told if gpu else "WALL-CLOCK TIME ON A CPU: no kernel runs here"}

@@ -1,4 +1,13 @@
-"""Runs the cases, forward and backward, for each implementation, and writes table and JSON."""
+"""Runs the cases, forward and backward, for each implementation, and writes table and JSON.
+
+Of a row `us`, `us_low` and `us_high` are device time in microseconds per call on a GPU, wall-clock
+time elsewhere; `gb_s` and `percent` (of the copy bandwidth measured in the same run) count each
+array of the pass once, `tflop_s` and `percent_products` (of a large product's rate in the same run)
+the operations of its products (0 where those do not count). `compile_s` is lowering and
+compilation, and `first_call_s` the wall-clock time of the first call after it; `temp_bytes` is what
+the program needs beside its arguments and results; `kernels` tells how often a call launches each.
+For PyTorch's the first two of these are 0, and the third, by its allocator, but for ``"both"``.
+"""
 
 import argparse
 import dataclasses
@@ -20,42 +29,25 @@ from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.figures import write_csv
 from bench.measured import Case, bytes_of, cases, floating
-from bench.processes import device, each
+from bench.processes import device
+from bench.program import Row
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
 """Of jaxkern; ``"auto"`` is what ``None`` picks."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One measurement: a pass of an op, or an optimizer's step, at a shape by an implementation.
+class Job:
+    """What to time: the case of an index, by an implementation, with so many calls."""
 
-    Times are device time in microseconds per call on a GPU, wall-clock time elsewhere; `gb_s` and
-    `percent` (of the copy bandwidth measured in the same run) count each array of the pass once,
-    `tflop_s` and `percent_products` (of a large product's rate in the same run) the operations of
-    its products (0 where those do not count). `compile_s` is lowering and compilation, and
-    `first_call_s` the wall-clock time of the first call after it; `temp_bytes` is what the program
-    needs beside its arguments and results; `kernels` tells how often a call launches each. For
-    PyTorch's the first two of these are 0, and the third, by its allocator, but for ``"both"``.
-    """
-
-    op: str
-    shape: str
-    dtype: str
+    index: int
+    case: str
     implementation: str
-    direction: str
-    us: float
-    us_low: float
-    us_high: float
+    ceilings: timing.Ceilings
     calls: int
-    gb_s: float
-    percent: float
-    tflop_s: float
-    percent_products: float
-    compile_s: float
-    first_call_s: float
-    temp_bytes: int
-    kernels: dict[str, int]
+
+    def __str__(self) -> str:
+        return f"{self.case}{self.implementation}"
 
 
 class _Program:
@@ -65,23 +57,23 @@ class _Program:
         start = time.perf_counter()
         self.run = jax.jit(f).lower(*shapes).compile()
         self.compile_s = time.perf_counter() - start
-        self.first_call_s: float | None = None
 
-    def __call__(self, *args: Any) -> Any:
-        """Runs it; the first time alone is measured."""
+    def row(self, told: Callable[..., Row], direction: str, sets: Any, calls: int) -> Row:
+        """What is told of its time, and of the first call by itself."""
         start = time.perf_counter()
-        out = self.run(*args)
-        if self.first_call_s is None:
-            jax.block_until_ready(out)
-            self.first_call_s = time.perf_counter() - start
-        return out
+        jax.block_until_ready(self.run(*sets[0]))
+        first = time.perf_counter() - start
+        return told(direction, timing.measure(self.run, sets, calls)) | {
+            "compile_s": round(self.compile_s, 2),
+            "first_call_s": _short(first),
+            "temp_bytes": getattr(self.run.memory_analysis(), "temp_size_in_bytes", 0),
+        }
 
 
 def measure_case(
     case: Case, implementation: str, ceilings: timing.Ceilings, calls: int
 ) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
-
     how: Any = None if implementation == "auto" else implementation
     of = Arranged(functools.partial(case.call, implementation=how))
     if implementation not in IMPLEMENTATIONS:
@@ -95,23 +87,9 @@ def measure_case(
         # A loss ends what is differentiated: nothing is multiplied by 1.
         return out, floating(vjp(jnp.ones_like(out) if case.scalar else dout))
 
-    def backward(vjp: Any, dout: Any) -> Any:
-        return vjp(dout)
-
     def differ(got: Any, want: Any) -> Any:
-        if case.scalar:
-            return _error((of.give(got[0]), of.back(*got[1])), want)
-        return _error(of.give(got), want)
-
-    def row(direction: str, program: _Program, sets: list[tuple[Any, ...]]) -> Row:
-        program(*sets[0])
-        timed = timing.measure(program.run, sets, calls)
-        return dataclasses.replace(
-            _row(case, implementation, direction, timed, ceilings),
-            compile_s=round(program.compile_s, 2),
-            first_call_s=_short(program.first_call_s or 0.0),
-            temp_bytes=getattr(program.run.memory_analysis(), "temp_size_in_bytes", 0),
-        )
+        got = (of.give(got[0]), of.back(*got[1])) if case.scalar else of.give(got)
+        return _error(got, want)
 
     key = jax.random.key(0)
     given = jax.eval_shape(case.arrays, key)
@@ -119,43 +97,56 @@ def measure_case(
     out = jax.eval_shape(of.call, *shapes)
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
-    of_backward = of_save = None
+    of_both = of_save = of_backward = None
     with device().compiling():
-        of_call, of_plain = _Program(of.call, *shapes), _Program(case.plain, *given)
-        make = _Program(case.arrays, key).run
+        of_call, of_plain = _Program(of.call, *shapes), _Program(case.plain, *given).run
+        make, cotangent = _Program(case.arrays, key).run, _Program(normal, key).run
         if case.differentiated:
-            of_both, cotangent = _Program(both, shapes, out), _Program(normal, key).run
+            of_both = _Program(both, shapes, out)
             if "backward" in case.of.passes:
-                _, vjp = jax.eval_shape(save, shapes)
-                of_save, of_backward = _Program(save, shapes), _Program(backward, vjp, out)
+                vjp = jax.eval_shape(save, shapes)[1]
+                of_save = _Program(save, shapes).run
+                of_backward = _Program(lambda vjp, dout: vjp(dout), vjp, out)
         told = jax.eval_shape(both, shapes, out) if case.scalar else out
         compare = _Program(differ, told, jax.eval_shape(case.plain, *given)).run
+    row = functools.partial(_row, case, implementation, ceilings)
     with device():
         sets = [tuple(of.take(*make(k))) for k in keys]
-        douts = [cotangent(k) for k in keys] if case.differentiated else []
-        got = of_both(sets[0], douts[0]) if case.scalar else of_call(*sets[0])
-        _check(case, compare(got, of_plain.run(*make(keys[0]))))
+        with_dout = [(arrays, cotangent(k)) for arrays, k in zip(sets, keys, strict=True)]
+        got = of_both.run(*with_dout[0]) if case.scalar and of_both else of_call.run(*sets[0])
+        _check(case, compare(got, of_plain(*make(keys[0]))))
         del got
-        rows = [row("forward", of_call, sets)]
-        if not case.differentiated:
-            return rows
-        with_dout = list(zip(sets, douts, strict=True))
-        rows.append(row("both", of_both, with_dout))
+        rows = [of_call.row(row, "forward", sets, calls)]
+        if of_both:
+            rows.append(of_both.row(row, "both", with_dout, calls))
         if of_save and of_backward:
-            saved = [(of_save.run(arrays)[1], dout) for arrays, dout in with_dout]
+            saved = [(of_save(arrays)[1], dout) for arrays, dout in with_dout]
             del sets, with_dout
-            rows.append(row("backward", of_backward, saved))
+            rows.append(of_backward.row(row, "backward", saved, calls))
     return rows
 
 
-def measure_step(step: Step, implementation: str, ceilings: timing.Ceilings, calls: int) -> Row:
-    """A step of an optimizer."""
-    if peers.is_torch(implementation):
-        timed = peers.measure_torch_step(step, calls, device())
-        return _row(step, implementation, "step", timed, ceilings)
-    timed, seconds, temp_bytes = steps.measure(step, implementation, calls, device())
-    row = _row(step, implementation, "step", timed, ceilings)
-    return dataclasses.replace(row, compile_s=round(seconds, 2), temp_bytes=temp_bytes)
+def measure(job: Job) -> list[Row]:
+    """The rows of a case by an implementation."""
+    case, name = cases(small=not timing.on_gpu())[job.index], job.implementation
+    row = functools.partial(_row, case, name, job.ceilings)
+    try:
+        if isinstance(case, Step):
+            if peers.is_torch(name):
+                return [row("step", peers.measure_torch_step(case, job.calls))]
+            timed, seconds, temp_bytes = steps.measure(case, name, job.calls)
+            told = {"compile_s": round(seconds, 2), "temp_bytes": temp_bytes}
+            return [row("step", timed) | told]
+        if peers.is_torch(name):
+            compare = jax.jit(functools.partial(_error, drawn=case.of.drawn))
+            check = lambda got, want: _check(case, compare(got, want))
+            times = peers.measure_torch(case, name, job.calls, check)
+            return [row(d, timed) | {"temp_bytes": b} for d, (timed, b) in times.items()]
+        return measure_case(case, name, job.ceilings, job.calls)
+    finally:
+        jax.clear_caches()
+        peers.forget()
+        gc.collect()
 
 
 def _short(value: float) -> float:
@@ -166,32 +157,32 @@ def _short(value: float) -> float:
 def _row(
     case: Case | Step,
     implementation: str,
+    ceilings: timing.Ceilings,
     direction: str,
     timed: timing.Timing,
-    ceilings: timing.Ceilings,
 ) -> Row:
     costs = case.costs
     nbytes, operations = costs.get(direction) or map(sum, zip(*costs.values(), strict=True))
     rate, products = 1e3 * nbytes / timed.median, 1e3 * operations / timed.median
-    return Row(
-        op=case.op,
-        shape=case.shape,
-        dtype=case.dtype,
-        implementation=implementation,
-        direction=direction,
-        us=round(timed.median * 1e3, 2),
-        us_low=round(timed.low * 1e3, 2),
-        us_high=round(timed.high * 1e3, 2),
-        calls=timed.calls,
-        gb_s=_short(rate / 1e9),
-        percent=_short(100 * rate / ceilings.copy),
-        tflop_s=_short(products * 1e-12),
-        percent_products=_short(100 * products / ceilings.products) if products else 0.0,
-        compile_s=0.0,
-        first_call_s=0.0,
-        temp_bytes=0,
-        kernels=dict(Counter(timed.kernels)),
-    )
+    return {
+        "op": case.op,
+        "shape": case.shape,
+        "dtype": case.dtype,
+        "implementation": implementation,
+        "direction": direction,
+        "us": round(timed.median * 1e3, 2),
+        "us_low": round(timed.low * 1e3, 2),
+        "us_high": round(timed.high * 1e3, 2),
+        "calls": timed.calls,
+        "gb_s": _short(rate / 1e9),
+        "percent": _short(100 * rate / ceilings.copy),
+        "tflop_s": _short(products * 1e-12),
+        "percent_products": _short(100 * products / ceilings.products) if products else 0.0,
+        "compile_s": 0.0,
+        "first_call_s": 0.0,
+        "temp_bytes": 0,
+        "kernels": dict(Counter(timed.kernels)),
+    }
 
 
 def _error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
@@ -213,37 +204,6 @@ def _check(case: Case, error: Any) -> None:
     if not float(error) < 1e-2:
         what = f"{case.op} {case.shape}"
         raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
-
-
-def _attempt(
-    index: int, implementation: str, ceilings: timing.Ceilings, calls: int
-) -> list[Row] | str:
-    """The rows of a case, or why there are none."""
-    case = cases(small=not timing.on_gpu())[index]
-    try:
-        if isinstance(case, Step):
-            return [measure_step(case, implementation, ceilings, calls)]
-        if peers.is_torch(implementation):
-            compare = jax.jit(functools.partial(_error, drawn=case.drawn))
-            check = lambda got, want: _check(case, compare(got, want))
-            times = peers.measure_torch(case, implementation, calls, device(), check)
-            return [
-                dataclasses.replace(
-                    _row(case, implementation, direction, timed, ceilings), temp_bytes=temp_bytes
-                )
-                for direction, (timed, temp_bytes) in times.items()
-            ]
-        return measure_case(case, implementation, ceilings, calls)
-    except Exception as e:  # a peer may raise anything, and the other cases go on
-        if implementation in IMPLEMENTATIONS and not isinstance(
-            e, RuntimeError | NotImplementedError
-        ):
-            raise
-        return program.first_line(e)
-    finally:
-        jax.clear_caches()
-        peers.forget()
-        gc.collect()
 
 
 _MOST = 4
@@ -300,33 +260,28 @@ def main(argv: list[str] | None = None) -> int:
     ceilings = timing.Ceilings.measured(
         any(operations for case in chosen.values() for _, operations in case.costs.values())
     )
-    report = _begun(args.commit, ceilings)
-    names = ["mosaic"] * gpu + [v for v in args.vs.split(",") if v]
-    tasks = [
-        (index, name, ceilings, args.calls)
+    about = program.clock(gpu, "device time (CUPTI), cold L2")
+    copy, products = round(ceilings.copy / 1e9, 1), _short(ceilings.products * 1e-12)
+    told = f", products {products:.1f} TFLOP/s" if products else ""
+    print(
+        f"JAX {jax.__version__}, copy {copy:.0f} GB/s{told}, {about['clock']}\n"
+        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
+        f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
+        flush=True,
+    )
+    about |= {"copy_gb_s": copy} | ({"product_tflop_s": products} if products else {})
+    jobs = [
+        Job(index, f"{case.op:24}{case.shape:24}{case.dtype:10}", name, ceilings, args.calls)
         for index, case in chosen.items()
-        for name in names
+        for name in (*["mosaic"] * gpu, *filter(None, args.vs.split(",")))
         if _is_timed(case, name)
     ]
     ops = "-".join(sorted({case.op for case in chosen.values()}))
-    out, failed, found = args.out, 0, {}
-    for task, got in each(_attempt, tasks, args.jobs, most=_MOST):
-        if isinstance(got, str):
-            failed += 1
-            print(_named(chosen[task[0]]) + f"{task[1]}: {got}", flush=True)
-            continue
-        found[tasks.index(task)] = got
-        print(*map(_line, got), sep="\n", flush=True)
-        rows = [dataclasses.asdict(row) for i in sorted(found) for row in found[i]]
-        report["rows"] = rows
-        out = program.write(report, args.out, ops)  # a run that is stopped keeps what it has
-    if out is None or not found:
-        return 1
-    print(f"wrote {out}")
+    report = program.measured(args, ops, measure, jobs, about, _line, jobs=args.jobs, most=_MOST)
     if args.csv:
         write_csv(report["rows"], args.csv)
         print(f"wrote {args.csv}")
-    return 1 if failed else 0
+    return 1 if report["failed"] else 0
 
 
 def _is_timed(case: Case | Step, name: str) -> bool:
@@ -336,32 +291,11 @@ def _is_timed(case: Case | Step, name: str) -> bool:
     return name not in peers.installed() or peers.has(case, name)
 
 
-def _begun(commit: str, ceilings: timing.Ceilings) -> dict[str, Any]:
-    """A report without rows; prints where the figures come from, and the head of the table."""
-    report = program.machine(commit) | {"copy_gb_s": round(ceilings.copy / 1e9, 1)}
-    if ceilings.products:
-        report["product_tflop_s"] = _short(ceilings.products * 1e-12)
-    clock = program.clock(timing.on_gpu(), "device time (CUPTI), cold L2")
-    products = f"products {ceilings.products * 1e-12:.1f} TFLOP/s, " if ceilings.products else ""
-    print(
-        f"{report['device']}, JAX {report['jax']}, copy {ceilings.copy / 1e9:.0f} GB/s, "
-        f"{products}{clock}\n"
-        f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
-        f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
-        flush=True,
-    )
-    return report | {"clock": clock, "rows": []}
-
-
-def _named(of: Case | Step | Row) -> str:
-    return f"{of.op:24}{of.shape:24}{of.dtype:10}"
-
-
-def _line(row: Row) -> str:
-    spread = (row.us_high - row.us_low) / 2
-    rates = (f"{row.tflop_s:.1f}", f"{row.percent_products:.1f}") if row.tflop_s else ("", "")
+def _line(job: Job, row: Row) -> str:
+    rates = (row["tflop_s"], row["percent_products"]) if row["tflop_s"] else ("", "")
     return (
-        f"{_named(row)}{row.direction:10}{row.implementation:8}{row.us:10.1f}{spread:8.1f}"
-        f"{row.percent:8.1f}{rates[0]:>9}{rates[1]:>6}{row.temp_bytes / 1e6:9.0f}"
-        f"{row.compile_s:11.1f}{row.first_call_s * 1e3:10.1f}"
+        f"{job.case}{row['direction']:10}{job.implementation:8}{row['us']:10.1f}"
+        f"{(row['us_high'] - row['us_low']) / 2:8.1f}{row['percent']:8.1f}{rates[0]:>9.4}"
+        f"{rates[1]:>6.3}{row['temp_bytes'] / 1e6:9.0f}{row['compile_s']:11.1f}"
+        f"{row['first_call_s'] * 1e3:10.1f}"
     )

@@ -20,12 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from bench import program
+from bench.program import Row
 
 _STARTED = time.time()  # before JAX is imported, which a first step counts
 
@@ -36,13 +34,13 @@ def _on_gpu() -> bool:
     return timing.on_gpu()
 
 
-def command(flags: dict[str, Any], folder: Path) -> list[str]:
+def command(flags: Row, folder: Path) -> list[str]:
     """The words of a run that writes to `folder`."""
     words = [str(word) for flag in flags.items() for word in flag]
     return [sys.executable, "-u", "-m", "jaxkern", "train", *words, "--out", str(folder)]
 
 
-def logged(flags: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def logged(flags: Row, folder: Path) -> list[Row]:
     """Trains, and returns what the run logged."""
     env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     subprocess.run(command(flags, folder), check=True, env=env, stdout=subprocess.DEVNULL)
@@ -57,13 +55,11 @@ def _with_shape(p: argparse.ArgumentParser, steps: int) -> argparse.ArgumentPars
     return p
 
 
-def _flags_of(args: argparse.Namespace) -> dict[str, Any]:
-    shape = {f"--{key.replace('_', '-')}": value for key, value in _settings(args).items()}
-    return shape | {"--eval-every": args.steps, "--checkpoint-every": args.steps}
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {key: getattr(args, key) for key in ("preset", "batch_size", "seq_len", "steps")}
+def _settings(args: argparse.Namespace) -> tuple[Row, Row]:
+    """The shape of the runs, for the report, and the flags of each."""
+    shape = {key: getattr(args, key) for key in ("preset", "batch_size", "seq_len", "steps")}
+    flags = {f"--{key.replace('_', '-')}": value for key, value in shape.items()}
+    return shape, flags | {"--eval-every": args.steps, "--checkpoint-every": args.steps}
 
 
 # Precisions
@@ -71,21 +67,20 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
-def _last_loss(args: argparse.Namespace, precision: str, seed: int) -> dict[str, Any]:
+def _last_loss(flags: Row, run: tuple[str, int]) -> Row:
     """The last validation loss of a run."""
-    flags = {"--mixed-precision": precision, "--seed": seed, "--log-every": args.steps}
+    own = {"--mixed-precision": run[0], "--seed": run[1], "--log-every": flags["--steps"]}
     with tempfile.TemporaryDirectory() as folder:
-        last = logged(_flags_of(args) | flags, Path(folder) / "run")[-1]
-    row = {"precision": precision, "seed": seed, "validation_loss": last["validation_loss"]}
+        last = logged(flags | own, Path(folder) / "run")[-1]
+    row = {"precision": run[0], "seed": run[1], "validation_loss": last["validation_loss"]}
     return row | {key: last[key] for key in ("skipped", "loss_scale") if "skipped" in last}
 
 
-def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(rows: list[Row]) -> list[Row]:
     """For each precision the mean over seeds, its spread, and the mean difference to fp32."""
-    losses = {
-        p: {r["seed"]: r["validation_loss"] for r in rows if r["precision"] == p}
-        for p in PRECISIONS
-    }
+    losses: dict[str, dict[int, float]] = {}
+    for row in rows:
+        losses.setdefault(row["precision"], {})[row["seed"]] = row["validation_loss"]
     return [
         {
             "precision": precision,
@@ -103,19 +98,24 @@ def precision(argv: list[str] | None = None) -> int:
     p.add_argument("--seeds", type=int, default=3, help="runs of each precision")
     p.add_argument("--jobs", type=int, default=1, help="runs at a time")
     args = p.parse_args(argv)
-    runs = list(itertools.product(PRECISIONS, range(args.seeds)))
-    with ThreadPoolExecutor(args.jobs) as pool:
-        rows = list(pool.map(functools.partial(_last_loss, args), *zip(*runs, strict=True)))
-    report = program.machine(args.commit) | _settings(args)
-    report |= {"rows": rows, "summary": summary(rows)}
-    for row in report["summary"]:
+    program.share_device(2)  # this process trains nothing
+    shape, flags = _settings(args)
+    report = program.measured(
+        args,
+        "precision",
+        functools.partial(_last_loss, flags),
+        [*itertools.product(PRECISIONS, range(args.seeds))],
+        shape,
+        lambda run, row: f"{run[0]}, seed {run[1]}: {row['validation_loss']:.4f} nats",
+        lambda rows: {"rows": rows, "summary": summary(rows)},
+        jobs=args.jobs,
+    )
+    for row in report.get("summary", ()):
         print(
             f"{row['precision']:5} validation loss {row['mean']:.4f} ± {row['spread']:.4f} nats, "
             f"to fp32 {row['to_fp32']:+.4f}"
         )
-    print(f"fp16 left out {sum(row.get('skipped', 0) for row in rows)} steps")
-    print(f"wrote {program.write(report, args.out, 'precision')}")
-    return 0
+    return 1 if report["failed"] else 0
 
 
 # Loss curves
@@ -130,23 +130,25 @@ WINDOW = 20
 """Steps over which losses are averaged, of which each is another batch's."""
 
 
-def windows(losses: Sequence[float]) -> list[float]:
-    """Means over WINDOW steps, one after another; the last may be of fewer."""
-    return [statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+def _losses(flags: Row, folder: str, run: str) -> Row:
+    records = logged(flags | RUNS[run], Path(folder) / run.split()[0])
+    return {"run": run, "losses": [round(r["loss"], 4) for r in records if "loss" in r]}
 
 
-def curve(name: str, losses: Sequence[float], beside: Sequence[float]) -> dict[str, Any]:
-    """The row of a run: means over WINDOW steps, and their differences from those `beside`."""
-    means = windows(losses)
-    differences = [a - b for a, b in zip(means, windows(beside), strict=True)]
-    return {
-        "run": name,
-        "first": round(means[0], 4),
-        "last": round(means[-1], 4),
-        "difference": round(differences[-1], 4),
-        "largest": round(max(map(abs, differences)), 4),
-        "losses": list(losses),
-    }
+def curves_of(rows: list[Row]) -> list[Row]:
+    """The rows with means over WINDOW steps, and their differences from those of the last row."""
+    windows = lambda losses: [
+        statistics.mean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)
+    ]
+    beside, found = windows(rows[-1]["losses"]), []
+    for row in rows:
+        means = windows(row["losses"])
+        differences = [a - b for a, b in zip(means, beside, strict=True)]
+        told = {"first": means[0], "last": means[-1], "difference": differences[-1]}
+        told["largest"] = max(map(abs, differences))
+        told = {key: round(value, 4) for key, value in told.items()}
+        found.append({"run": row["run"], **told, "losses": row["losses"]})
+    return found
 
 
 def curves(argv: list[str] | None = None) -> int:
@@ -155,23 +157,26 @@ def curves(argv: list[str] | None = None) -> int:
     p.add_argument("--tokenizer", default="bpe:8192", help="of jaxkern train")
     p.add_argument("--data", help="of jaxkern train (Python's standard library)")
     args = p.parse_args(argv)
-    shared = _flags_of(args) | {"--tokenizer": args.tokenizer, "--eval-batches": 1}
-    shared |= {"--data": args.data} if args.data else {}
-    losses = []
+    program.share_device(2)  # this process trains nothing
+    shape, flags = _settings(args)
+    flags |= {"--tokenizer": args.tokenizer, "--eval-batches": 1}
+    flags |= {"--data": args.data} if args.data else {}
+    about = program.clock(_on_gpu(), "none: losses") | {"tokenizer": args.tokenizer, **shape}
     with tempfile.TemporaryDirectory() as folder:
-        shared["--data-cache"] = Path(folder) / "tokens"  # the second run finds the first one's
-        for i, own in enumerate(RUNS.values()):
-            records = logged(shared | own, Path(folder) / f"run-{i}")
-            losses.append([round(r["loss"], 4) for r in records if "loss" in r])
-    rows = [curve(name, found, losses[-1]) for name, found in zip(RUNS, losses, strict=True)]
-    clock = program.clock(_on_gpu(), "none: losses")
-    settings = {"tokenizer": args.tokenizer, **_settings(args)}
-    report = program.machine(args.commit) | {"clock": clock} | settings | {"rows": rows}
-    for run in rows[:-1]:
-        told = f"{run['last']:.4f} nats in the end, {run['difference']:+.4f}"
-        print(f"{run['run']} beside {rows[-1]['run']}: {told}; {run['largest']:.4f} at most")
-    print(f"wrote {program.write(report, args.out, 'curves')}")
-    return 0
+        flags["--data-cache"] = Path(folder) / "tokens"  # the second run finds the first one's
+        report = program.measured(
+            args,
+            "curves",
+            functools.partial(_losses, flags, folder),
+            [*RUNS],
+            about,
+            lambda run, row: f"{run}: {row['losses'][-1]:.4f} nats in the end",
+            lambda rows: {"rows": curves_of(rows)},
+        )
+    for row in report["rows"][:-1]:
+        told = f"{row['difference']:+.4f} in the end, {row['largest']:.4f} at most"
+        print(f"{row['run']} beside plain JAX: {told}")
+    return 1 if report["failed"] else 0
 
 
 # Checkpoints
@@ -179,7 +184,7 @@ def curves(argv: list[str] | None = None) -> int:
 _REPORT = re.compile(r"step +(\d+)/\d+ · loss")
 
 
-def reports(flags: dict[str, Any], folder: Path) -> dict[int, float]:
+def reports(flags: Row, folder: Path) -> dict[int, float]:
     """When a run reported each step that it reports, in seconds."""
     seen: dict[int, float] = {}
     with subprocess.Popen(command(flags, folder), stdout=subprocess.PIPE, text=True) as process:
@@ -191,12 +196,24 @@ def reports(flags: dict[str, Any], folder: Path) -> dict[int, float]:
     return seen
 
 
-def checkpoints(argv: list[str] | None = None) -> int:
-    """Runs ``python -m bench checkpoints``.
+def _step_ms(flags: Row, run: tuple[int, int]) -> Row:
+    """The time of a step, by the first report after everything was run and the last but one."""
+    first, last = flags["--log-every"], flags["--steps"] - flags["--log-every"]
+    with tempfile.TemporaryDirectory() as folder:
+        seen = reports(flags | {"--checkpoint-every": run[1]}, Path(folder) / "run")
+    ms = 1e3 * (seen[last] - seen[first]) / (last - first)
+    return {"preset": flags["--preset"], "checkpoints": run[1] < flags["--steps"], "ms": ms}
 
-    The time between two reports of a run, which wait for the steps, is compared: the first after
-    everything was compiled and run, the last before the end.
-    """
+
+def checkpoint_share(rows: list[Row]) -> Row:
+    """The rows, and the percentage of the time that checkpoints take, by the best of each kind."""
+    best = {row["checkpoints"]: row["ms"] for row in sorted(rows, key=lambda row: -row["ms"])}
+    told = {"percent": round(100 * (best[True] / best[False] - 1), 2)} if len(best) == 2 else {}
+    return told | {"rows": rows}
+
+
+def checkpoints(argv: list[str] | None = None) -> int:
+    """Runs ``python -m bench checkpoints``: compares the time between two reports of a run."""
     p = program.parser("checkpoints", "checkpoints")
     p.add_argument("--preset", default="130m", help="the model's shape")
     p.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
@@ -206,77 +223,39 @@ def checkpoints(argv: list[str] | None = None) -> int:
     args = p.parse_args(argv)
     if args.every % args.log_every or args.every < 2 * args.log_every:
         p.error(f"--every must be twice --log-every or another multiple; got {args.every}")
-    first, last = args.log_every, args.log_every + args.count * args.every
-    steps = last + args.log_every
-    shared = {
-        "--preset": args.preset,
-        "--mixed-precision": "bf16" if _on_gpu() else "fp32",
-        "--steps": steps,
-        "--log-every": args.log_every,
-        "--eval-every": steps,
-        "--eval-batches": 1,
-    }
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for i, every in itertools.product(range(args.repeats), (args.every, steps)):
-            out = Path(folder) / f"run-{i}-{every}"
-            seen = reports(shared | {"--checkpoint-every": every}, out)
-            ms = 1e3 * (seen[last] - seen[first]) / (last - first)
-            rows.append({"preset": args.preset, "checkpoints": every == args.every, "ms": ms})
-            print(f"{args.preset}, a checkpoint every {every} of {steps} steps: {ms:.3f} ms a step")
-    best = {kind: min(r["ms"] for r in rows if r["checkpoints"] == kind) for kind in (True, False)}
-    share = round(100 * (best[True] / best[False] - 1), 2)
-    told = {"every": args.every, "count": args.count, "percent": share, "rows": rows}
-    clock = program.clock(_on_gpu(), "wall-clock time of steps")
-    report = program.machine(args.commit) | {"clock": clock} | told
-    print(f"a checkpoint every {args.every} steps takes {share}% of the time")
-    print(f"wrote {program.write(report, args.out, 'checkpoints')}")
-    return 0
+    program.share_device(2)  # this process trains nothing
+    steps = args.count * args.every + 2 * args.log_every
+    gpu = _on_gpu()
+    flags: Row = {"--preset": args.preset, "--mixed-precision": "bf16" if gpu else "fp32"}
+    flags |= {"--steps": steps, "--log-every": args.log_every, "--eval-every": steps}
+    clock = program.clock(gpu, "wall-clock time of steps")
+    report = program.measured(
+        args,
+        "checkpoints",
+        functools.partial(_step_ms, flags | {"--eval-batches": 1}),
+        [*itertools.product(range(args.repeats), (args.every, steps))],
+        clock | {"every": args.every, "count": args.count},
+        lambda run, row: f"a checkpoint every {run[1]} of {steps} steps: {row['ms']:.3f} ms a step",
+        checkpoint_share,
+    )
+    print(f"a checkpoint every {args.every} steps takes {report.get('percent')}% of the time")
+    return 1 if report["failed"] else 0
 
 
 # The first step
 
 
-def first_step(argv: list[str] | None = None) -> int:
-    """Runs ``python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4``.
+def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
+    """A training run's first step in this process, which has just started."""
+    preset, devices, cache = run
+    os.environ["JAXKERN_CACHE_DIR"] = f"{folder}/{preset}-{devices}"
 
-    A figure counts from the start of its process: imports, lowering, compiling, the state's initial
-    values, one step.
-    """
-    p = program.parser("first_step", "first-step")
-    p.add_argument("--preset", action="append", help="of jaxkern train; repeat for more")
-    p.add_argument("--devices", action="append", type=int, help="GPUs; repeat for more")
-    p.add_argument("--batch-size", type=int, default=8, help="sequences of a GPU")
-    p.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    args = p.parse_args(argv)
-    cases = list(itertools.product(args.preset or ["130m"], args.devices or [1]))
-    if args.child:
-        print(json.dumps(_measure_first(*cases[0], args.batch_size)))
-        return 0
-    rows = []
-    for preset, devices in cases:
-        words = [sys.executable, "-m", "bench", "first_step", "--child", f"--preset={preset}"]
-        words += [f"--devices={devices}", f"--batch-size={args.batch_size}"]
-        with tempfile.TemporaryDirectory() as folder:
-            for cache in ("empty", "filled"):
-                env = os.environ | {"JAXKERN_CACHE_DIR": folder}
-                done = subprocess.run(words, env=env, stdout=subprocess.PIPE, check=True)
-                rows.append(json.loads(done.stdout.splitlines()[-1]) | {"cache": cache})
-                told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format(**rows[-1])
-                print(f"{preset:6} {devices} GPUs, cache {cache:6}: {told}")
-    # After the processes that are timed: it takes hold of the GPU.
-    report = program.machine(args.commit) | {"clock": "wall-clock time of processes", "rows": rows}
-    print(f"wrote {program.write(report, args.out, 'first-step')}")
-    return 0
-
-
-def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]:
-    """A training run's first step in this process."""
     import jax
     import numpy as np
 
     from jaxkern.core import kernel_call
     from jaxkern.lm.config import TrainConfig
+    from jaxkern.lm.data.corpus import Packed
     from jaxkern.lm.program import Placement, compile_programs, keep_programs
     from jaxkern.lm.step import schedule_of
 
@@ -291,7 +270,7 @@ def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]
     tokens = rng.integers(0, 255, (1, config.batch_size, config.seq_len + 1), dtype=np.uint8)
     state = programs.init(np.int32(config.seed))
     windows = jax.device_put(tokens, placement.second_split)
-    _, metrics = programs.step(state, windows, schedule_of(config))
+    _, metrics = programs.step(state, Packed(windows), schedule_of(config))
     loss = float(metrics["loss"])
     return {
         "preset": preset,
@@ -300,4 +279,32 @@ def _measure_first(preset: str, devices: int, batch_size: int) -> dict[str, Any]
         "programs_s": round(compiled - compiling, 1),
         "kernels_lowered": sum(kernel_call.lowerings.values()),
         "loss": round(loss, 3),
+        "cache": cache,
     }
+
+
+def first_step(argv: list[str] | None = None) -> int:
+    """Runs ``python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4``.
+
+    A figure counts from the start of its process: imports, lowering, compiling, the state's initial
+    values, one step.
+    """
+    p = program.parser("first_step", "first-step")
+    p.add_argument("--preset", action="append", help="of jaxkern train; repeat for more")
+    p.add_argument("--devices", action="append", type=int, help="GPUs; repeat for more")
+    p.add_argument("--batch-size", type=int, default=8, help="sequences of a GPU")
+    args = p.parse_args(argv)
+    program.share_device(2)  # this process holds a device as well
+    told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format_map
+    with tempfile.TemporaryDirectory() as folder:
+        report = program.measured(
+            args,
+            "first-step",
+            functools.partial(_first, args.batch_size, folder),
+            [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
+            {"clock": "wall-clock time of processes"},
+            lambda run, row: f"{run[0]:6} {run[1]} GPUs, cache {run[2]:6}: {told(row)}",
+            apart=True,
+            most=1,
+        )
+    return 1 if report["failed"] else 0

@@ -13,7 +13,7 @@ import optax
 import jaxkern
 from bench import timing
 from bench.cases.optim import Step, normal_of_shape
-from bench.processes import Alone, Shared
+from bench.processes import device
 from jaxkern.precision import StaticLossScale
 
 _RATE, _DECAY = 1e-3, 0.1
@@ -75,9 +75,7 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     return init, run
 
 
-def measure(
-    step: Step, name: str, calls: int, device: Alone | Shared
-) -> tuple[timing.Timing, float, int]:
+def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, int]:
     """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
 
     No speed from a wrong step: the change of a small tree must be that of plain JAX.
@@ -90,7 +88,7 @@ def measure(
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
     key = jax.random.key(0)
-    with device.compiling():
+    with device().compiling():
         draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
         begin = jax.jit(init).lower(shapes).compile()
         start = time.perf_counter()
@@ -98,7 +96,7 @@ def measure(
         seconds = time.perf_counter() - start
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
-    with device:
+    with device():
         check(step, *(f() for f in change))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]

@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """What is named for the first time: `jaxkern --help` does not wait for JAX."""
+        """Imports a name on its first use: `jaxkern --help` does not wait for JAX."""
         if name in ("lm", "nn"):
             return importlib.import_module(f"jaxkern.{name}")
         if not name.startswith("__"):

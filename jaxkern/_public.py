@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""What `import jaxkern` names, with JAX; `__init__` imports it where one of them is used."""
+"""The public names of `jaxkern`, with JAX; `__init__` imports it when one of them is used."""
 
 import jaxkern.precision as precision
 from jaxkern.core.dispatch import default_implementation
@@ -20,6 +20,5 @@ from jaxkern.ops.linear_scan import linear_scan
 from jaxkern.ops.norm import layer_norm, rms_norm
 from jaxkern.ops.selective_scan import selective_scan, selective_scan_step
 from jaxkern.ops.ssd import ssd, ssd_step
-from jaxkern.optim.accumulation import accumulate_gradients
-from jaxkern.optim.gradients import scale_gradients
+from jaxkern.optim.gradients import accumulate_gradients, scale_gradients
 from jaxkern.optim.transforms import apply, fused_adam, fused_adamw, fused_sgd

@@ -209,7 +209,7 @@ class Policy:
 
 
 def all_finite(tree: Any) -> jax.Array:
-    """Tell on the device whether every floating leaf is free of NaN and infinity.
+    """Check on the device whether every floating leaf is free of NaN and infinity.
 
     Args:
         tree: any pytree of arrays.
@@ -422,6 +422,15 @@ class DynamicLossScale(_LossScale):
 
 
 LossScale = NoOpLossScale | StaticLossScale | DynamicLossScale
+
+
+def check_loss_scale(value: Any) -> None:
+    """Raises a TypeError unless `value` is a loss scale or ``None``."""
+    if not (value is None or (hasattr(value, "loss_scale") and hasattr(value, "unscale"))):
+        raise TypeError(
+            f"loss_scale must be one of jaxkern.precision, got {value!r:.60}; pass for example "
+            "jaxkern.precision.StaticLossScale(1024.0)"
+        )
 
 
 @standard_promotion()

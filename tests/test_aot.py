@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from bench import aot, gpus, program, programs, ptxas
-from bench.copies import copied_in
-from bench.programs import Result, Training
-from bench.ptxas import Kernel
+from bench import aot, compilers, program
+from bench.aot import Training
+from bench.compilers import Kernel
+from bench.processes import Failed
 from jaxkern.core.target import GPUS
 from tests.test_package import constraints
 
@@ -37,26 +37,26 @@ ptxas info    : Compile time = 27.950 ms
 
 
 def test_registers_spills_shared_memory_and_serialized_products_are_read():
-    assert ptxas.parsed(PTXAS) == [
+    assert compilers.parsed(PTXAS) == [
         ("rms_norm_fwd", Kernel(registers=56, spills=0, shared_memory=0)),
         ("rms_norm_bwd", Kernel(registers=255, spills=60, shared_memory=1025)),
     ]
-    assert ptxas.parsed("") == []
-    assert ptxas.serialized(PTXAS) == []
+    assert compilers.parsed("") == []
+    assert compilers.serialized(PTXAS) == []
     told = (
         "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
         "serialized due to insufficient register resources for the function "
         "'ssd_fwd_mosaic_gpu_kernel'\n"
     )
-    assert ptxas.serialized(PTXAS + told + told) == ["ssd_fwd"]
+    assert compilers.serialized(PTXAS + told + told) == ["ssd_fwd"]
     for line in "spill stores", "Used 255":
         lines = [given for given in PTXAS.splitlines() if line not in given]
         with pytest.raises(RuntimeError, match="not what ptxas tells"):
-            ptxas.parsed("\n".join(lines))
+            compilers.parsed("\n".join(lines))
 
 
 def test_output_of_other_languages_is_caught(capfd):
-    with ptxas.standard_output() as printed:
+    with compilers.standard_output() as printed:
         ctypes.CDLL(None).puts(b"through C's buffer")
         os.write(1, b"past it\n")
     os.write(1, b"after\n")
@@ -67,7 +67,7 @@ def test_output_of_other_languages_is_caught(capfd):
 def test_modules_of_kernels_are_taken_from_a_text():
     call = 'custom-call(%x), backend_config={{kernel_hash = "{}", module = "{}", cost = 1}}\n'
     given = call.format("a", r"ML\EFR\\\22") + call.format("b", "other") + call.format("a", "ML")
-    text, modules = ptxas.without_modules(given)
+    text, modules = compilers.without_modules(given)
     assert text == 3 * "custom-call(%x), backend_config={, cost = 1}\n"
     assert modules == {"a": b'ML\xefR\\"', "b": b"other"}
 
@@ -87,8 +87,8 @@ def lowered(kernels, said):
 @pytest.fixture
 def compiler(monkeypatch):
     """Stands for programs whose kernels' modules are their names, and ask for 1000 bytes."""
-    monkeypatch.setattr(ptxas, "_launch", lambda program, module: (module.decode(), 1000))
-    return ptxas.Compiler()
+    monkeypatch.setattr(compilers, "_launch", lambda program, module: (module.decode(), 1000))
+    return compilers.Compiler()
 
 
 def test_kernels_that_are_compiled_once_are_known_in_later_programs(compiler):
@@ -102,7 +102,7 @@ def test_kernels_that_are_compiled_once_are_known_in_later_programs(compiler):
         (pair, of_pair, {"layer_norm_fwd": [small, large]}),
         (pair[1:], "", {"layer_norm_fwd": [large]}),
     ):
-        assert compiler(lowered(kernels, said)).kernels == found
+        assert compiler(lowered(kernels, said))[2] == found
 
 
 @pytest.mark.parametrize("said", ["", PTXAS])
@@ -138,7 +138,7 @@ ENTRY %main (p: f32[8]) -> f32[16] {{
     ],
 )
 def test_copies_are_what_computes_nothing(result, operation, copied):
-    assert copied_in(COPIES.format(f"{result} {operation}", result)) == copied + 16 * 4
+    assert compilers.copied_in(COPIES.format(f"{result} {operation}", result)) == copied + 16 * 4
 
 
 def test_a_fusion_is_told_that_forgets_what_is_in_place():
@@ -150,24 +150,24 @@ def test_a_fusion_is_told_that_forgets_what_is_in_place():
         ("dynamic-slice-fusion", "__cublas$gemm", aliased, []),
     ):
         call = f'%run = (f32[2]{{0}}) custom-call(%p), custom_call_target="{target}"{rest}'
-        assert ptxas.out_of_place(f"%{name} (p: f32[2]) -> f32[2] {{\n  {call}\n}}\n") == lost
+        assert compilers.out_of_place(f"%{name} (p: f32[2]) -> f32[2] {{\n  {call}\n}}\n") == lost
 
 
 def test_memory_counts_donated_arguments_once():
     sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 7}
     stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
-    assert programs.memory_of(stats) == 117
+    assert aot._training(stats, "")["memory"] == 117
 
 
 def test_gpus_are_described():
-    config = gpus.target_config(GPUS["h200"])
+    config = compilers.target_config(GPUS["h200"])
     assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED" in config
     assert "shared_memory_per_block_optin: 232448" in config
     assert 'device_description_str: "NVIDIA H200"' in config
     for gpu in GPUS.values():
-        assert f"core_count: {gpu.multiprocessors}\n" in gpus.target_config(gpu)
+        assert f"core_count: {gpu.multiprocessors}\n" in compilers.target_config(gpu)
     with pytest.raises(ValueError, match="multiple of it, got 12"):
-        gpus.described(GPUS["h200"], 12)
+        compilers.described(GPUS["h200"], 12)
 
 
 OP, STEP = NAMES = "rms_norm 8x8 bfloat16", "tiny x 8"
@@ -176,15 +176,20 @@ GIB = 1 << 30
 
 
 def result_of_step(memory=GIB):
-    kernels = {"rms_norm_fwd": [Kernel(56, 0, 0), Kernel(57, 0, 0)], "old": [Kernel(255, 8, 0)]}
-    collectives = programs.collectives_in("") | {"all-reduce": 2}
-    return Result(STEP, kernels, {}, 1.0, 2.0, memory, collectives)
+    kernels = {"rms_norm_fwd": [[56, 0, 0], [57, 0, 0]], "old": [[255, 8, 0]]}
+    training = {"memory": memory, "collectives": {"all-reduce": 2}, "exchanged": {}, "copied": 0}
+    return {"kernels": kernels, "plain": {}, "training": training}
 
 
 def results():
     """Results of an op and of a training step."""
     step = result_of_step()
-    return [Result(OP, step.kernels, PLAIN), step]
+    return {OP: result_of_step() | {"plain": PLAIN, "training": {}}, STEP: step}
+
+
+def figures(monkeypatch):
+    monkeypatch.setattr(aot, "tasks", lambda: dict.fromkeys(NAMES))
+    return {"jax": "1"} | aot.with_results({part: {} for part in aot.PARTS}, results())
 
 
 @pytest.mark.parametrize(
@@ -208,9 +213,9 @@ def results():
         ("training memory", GIB / 2, "", False),
     ],
 )
-def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax):
+def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax, monkeypatch):
     """Of the op's kernels and of the step's training; a value of ``None`` is taken out."""
-    was = {"jax": "1", **aot.figures(results())}
+    was = figures(monkeypatch)
     now = copy.deepcopy(was)
     part, *keys = path.split()
     name = STEP if part == "training" else OP
@@ -221,14 +226,14 @@ def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax)
     else:
         inner[last] = to
     for jax, want in ("1", told), ("2", told if of_another_jax else ""):
-        got = aot.differences(was | {"jax": jax}, now, NAMES)
+        got = [*aot.differences(was | {"jax": jax}, now, NAMES)]
         assert got == ([f"{name}: {want}"] if want else [])
 
 
-def test_new_tasks_are_told():
-    figures = {"jax": "1", **aot.figures(results())}
-    was = figures | {"kernels": {STEP: figures["kernels"][STEP]}}
-    assert aot.differences(was, figures, NAMES) == [f"{OP}: is new"]
+def test_new_tasks_are_told(monkeypatch):
+    now = figures(monkeypatch)
+    was = now | {"kernels": {STEP: now["kernels"][STEP]}}
+    assert [*aot.differences(was, now, NAMES)] == [f"{OP}: is new"]
 
 
 @pytest.fixture
@@ -244,7 +249,7 @@ def command(tmp_path, monkeypatch):
 
     def run(gpu, names, jobs):
         told.ran.append((gpu, list(names)))
-        yield from (r for r in told.results if r.name in names)
+        yield from ((name, r) for name, r in told.results.items() if name in names)
 
     monkeypatch.setattr(aot, "run", run)
     return told
@@ -257,12 +262,12 @@ def test_command_writes_and_compares(command, capsys, tmp_path):
     assert (tmp_path / "aot-sm_90.json").read_text() == program.with_lines(command.held())
     assert aot.main([]) == 0
     assert aot.main(["--only", "tiny"]) == 0
-    command.results.pop(0)
+    command.results.pop(OP)
     assert aot.main([]) == 1
     said = capsys.readouterr().err
     assert f"bench.aot: h200: {OP}: is missing\n" in said
     assert "make matrix ARGS=--write" in said
-    command.results.append(Result(OP, error="ValueError: no"))
+    command.results[OP] = Failed("ValueError: no")
     for arguments in ([], ["--write"]):
         assert aot.main(arguments) == 1
         assert capsys.readouterr().err.count(OP) == 1
@@ -270,11 +275,11 @@ def test_command_writes_and_compares(command, capsys, tmp_path):
 
 def test_command_renews_a_part(command):
     assert aot.main(["--write"]) == 0
-    command.results[1] = result_of_step(memory=2 * GIB)
+    command.results[STEP] = result_of_step(memory=2 * GIB)
     assert aot.main(["--write", "--only", "tiny"]) == 0
     held = command.held()
     assert held["training"][STEP]["memory"] == 2 * GIB
-    assert held["kernels"][OP] == aot.figures(results())["kernels"][OP]
+    assert held["kernels"][OP] == results()[OP]["kernels"]
     assert held["plain"] == {OP: PLAIN}
 
 
@@ -292,13 +297,13 @@ def test_command_goes_on_with_what_is_missing(command):
 def test_what_another_jax_differs_in_stands_beside_the_figures(command, monkeypatch):
     assert aot.main(["--write"]) == 0
     monkeypatch.setattr(metadata, "version", lambda name: "0.9")
-    command.results[0] = Result(OP, {"rms_norm_fwd": [Kernel(255, 8, 0)]}, PLAIN)
+    command.results[OP] |= {"kernels": {"rms_norm_fwd": [[255, 8, 0]]}}
     assert aot.main(["--write"]) == 0
     held = command.held()
     told = [f"{OP}: spills of rms_norm_fwd: was 0 bytes, is 8"]
     assert held["jax"] == "1"
     assert held["jax 0.9"] == {OP: told, STEP: []}
-    assert held["kernels"][OP] == aot.figures(results())["kernels"][OP]
+    assert held["kernels"][OP] == results()[OP]["kernels"]
 
 
 def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
@@ -312,20 +317,21 @@ def test_command_needs_a_task_and_the_compiler(command, monkeypatch, capsys):
 
 @pytest.mark.exhaustive
 def test_a_task_that_ends_its_process_ends_no_other(monkeypatch):
-    monkeypatch.setattr(aot, "attempt", ends_its_process)
-    found = {result.name: bool(result.error) for result in aot.run("h200", ["a", "abort"], 1)}
-    assert found == {"a": False, "abort": True}
+    monkeypatch.setattr(aot, "compiled", ends_its_process)
+    found = dict(aot.run("h200", ["a", "abort", "b"], 2))
+    assert found.pop("abort") == "its process ended with status 134"
+    assert found == {name: {"line": name} for name in "ab"}
 
 
 def ends_its_process(gpu, name):
     if name == "abort":
         os._exit(134)
-    return Result(name)
+    return {"line": name}
 
 
 def test_the_chosen_part_has_every_kernel_in_every_tile():
     for gpu in aot.PART:
-        held = aot.figures(()) | json.loads(aot.path_of(GPUS[gpu]).read_text())
+        held = aot.held_for(GPUS[gpu])
         part = aot.chosen(held)
         cases = [name for name in part if name not in held["training"]]
         assert 20 < len(cases) < 100

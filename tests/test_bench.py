@@ -113,7 +113,7 @@ def test_a_loss_is_timed_with_its_gradient(monkeypatch):
         monkeypatch.setattr(peers, "arranged", lambda *_: Arranged(call, take, back=back))
         return run.measure_case(SMALL, "jax", timing.Ceilings(1e9, 1e9), calls=1)
 
-    assert [row.direction for row in measured(lambda x: x)] == ["forward", "both"]
+    assert [row["direction"] for row in measured(lambda x: x)] == ["forward", "both"]
     for change in (jax.lax.stop_gradient, lambda x: 1.1 * x):
         with pytest.raises(RuntimeError, match="against plain JAX"):
             measured(change)
@@ -166,7 +166,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
 
     monkeypatch.setattr(steps, "program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.measure(optim.steps(small=True)[0], "optax", 1, processes.Alone())
+        steps.measure(optim.steps(small=True)[0], "optax", 1)
 
 
 def test_who_times_is_alone_and_goes_before_those_who_compile():

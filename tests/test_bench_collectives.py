@@ -4,8 +4,9 @@ import json
 import re
 from collections import Counter
 
-from bench import aot, collectives, programs
+from bench import aot, collectives, compilers
 from bench.cases import TABLE
+from bench.processes import Failed
 from jaxkern.core.target import GPUS
 from tests.test_package import constraints
 
@@ -33,13 +34,12 @@ def test_exchanges_of_a_program_are_read_and_counted():
     lines = [line.split(" | ") for line in LINES.strip().splitlines()]
     wanted = [[(rest[0], int(rest[1]))] if rest else [] for _, *rest in lines]
     for (line, *_), want in zip(lines, wanted, strict=True):
-        assert [*programs.exchanges(f"  {line}\n")] == want, line
+        assert [*compilers.exchanges(f"  {line}\n")] == want, line
     text = "\n".join(f"  {line}" for line, *_ in lines)
     found = [exchange for want in wanted for exchange in want]
-    counts = Counter(kind for kind, _ in found)
-    assert programs.collectives_in(text) == {kind: counts[kind] for kind in programs.COLLECTIVES}
-    assert programs.exchanged_in(text) == {
-        kind: sum(size for of, size in found if of == kind) for kind in counts
+    assert compilers.exchanged_in(text) == {
+        kind: [count, sum(size for of, size in found if of == kind)]
+        for kind, count in Counter(kind for kind, _ in found).items()
     }
 
 
@@ -146,7 +146,7 @@ def test_collectives_are_written_and_compared(tmp_path, monkeypatch, capsys):
     assert json.loads(collectives.PATH.read_text())["programs"] == now
     assert collectives.main([]) == 0
     now["a x m=8"] = {"both": {"all-reduce": [2, 8]}}
-    now["b x m=64"] = "ValueError: no"
+    now["b x m=64"] = Failed("ValueError: no")
     assert collectives.main(["--part"]) == 1
     told = capsys.readouterr().err
     assert "a x m=8, both: all-reduce: was 1, is 2" in told

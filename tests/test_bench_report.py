@@ -7,7 +7,7 @@ import re
 import matplotlib
 import pytest
 
-from bench import compiled, documents, figures, pictures, report
+from bench import compiled, figures, pictures, report
 from bench.figures import Results
 
 
@@ -31,9 +31,9 @@ def test_documents_are_up_to_date(tmp_path):
     for path, text in written.items():
         assert path.read_text() == text, "run: python -m bench report"
         assert text.count("<!-- figures: ") == text.count("<!-- end -->"), path
-    guides = "".join(path.read_text() for path in documents.DOCUMENTS)
+    guides = "".join(path.read_text() for path in report.DOCUMENTS)
     marked = re.findall(r"<!-- figures: (\w+) -->", guides)
-    assert sorted(marked) == sorted(documents.FIGURES)
+    assert sorted(marked) == sorted(report.FIGURES)
     absent = {"sm_1": {"gpu": "NVIDIA G", "kernels": {}}}
     assert compiled.matrix(absent)[1][0][1:] == ["not compiled"]
 
@@ -45,7 +45,7 @@ def test_the_report_is_short_and_has_every_op():
     for name in ("Where we are slower", "Files and versions"):
         assert lengths.pop(name) > 12
     assert max(lengths.values()) <= report.MOST
-    families = "".join(body for name, body in sections if name in documents.families())
+    families = "".join(body for name, body in sections if name in report.families())
     assert {op for op, *_ in Results.load().best if f"`{op}`" not in families} == set()
     assert not re.search(r"\d+x\d", text)
 

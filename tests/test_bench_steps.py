@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import decode, devices, layers, runs, train, trainers
+from bench import decode, devices, layers, processes, runs, train
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
 
-TRAINED = trainers.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
+TRAINED = train.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
 DECODED = decode.Job("jaxkern", "micro", 300, batches=(1, 3), prompt=5, tokens=16, repeats=1)
-LAYER = layers.Job("auto", mamba2.Sizes(16, d_state=8, headdim=8), batch=2, length=16)
+LAYER = layers.Job("auto", mamba2.Sizes(16, d_state=8, headdim=8), 2, 16, calls=1)
 TWO_DEVICES = pytest.mark.skipif(len(jax.devices()) < 2, reason="it is split between two")
 
 
@@ -28,7 +28,7 @@ def memory_for_all(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words", "by", "absent"),
     [
-        (train, "--preset micro --length 16 --tokens 64 --jobs 2 --vs", "contender", "length 16"),
+        (train, "--preset micro --length 16 --tokens 64 --vs", "contender", "length 16"),
         (decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
         (layers, "--d-model 16 --calls 2 --only auto,jaxkern-scan,", "implementation", "2 × 64"),
     ],
@@ -41,7 +41,7 @@ def test_contenders_have_processes_of_their_own(command, words, by, absent, tmp_
     told = json.loads(out.read_text())
     assert "ON A CPU" in told["clock"]
     (failed,) = told["failed"]
-    assert re.fullmatch(f"mamba_ssm, .*{absent}: not installed", failed)
+    assert re.fullmatch(f"mamba_ssm, .*{absent}: ModuleNotFoundError: No module .*", failed)
     ours = {"contender": ["jaxkern"], "by": ["jaxkern"], "implementation": ["auto", "jaxkern-scan"]}
     assert [row[by] for row in told["rows"]] == ours[by]
 
@@ -63,9 +63,9 @@ def test_steps_that_cannot_be_timed_are_refused(command, words, told, capsys):
 
 
 def test_tokens_are_skewed_and_fill_the_batch():
-    batches = trainers.draw(TRAINED, TRAINED.batch)
+    batches = train.draw(TRAINED, TRAINED.batch)
     assert {(b.shape, b.dtype) for b in batches} == {((4, 17), np.dtype(np.int32))}
-    large = np.stack(trainers.draw(dataclasses.replace(TRAINED, length=999), 10))
+    large = np.stack(train.draw(dataclasses.replace(TRAINED, length=999), 10))
     assert large.max() < 256
     share = 1 / np.sum(1 / np.arange(1, 257))
     assert [np.mean(large == i) for i in (0, 1)] == pytest.approx([share, share / 2], rel=0.05)
@@ -97,15 +97,15 @@ def test_contenders_learn_in_this_process(contender, preset, vocabulary, paramet
     assert (found["batch"], found["parameters"]) == (4, parameters)
     large = dataclasses.replace(job, vocab_size=50_280)
     assert str(large) == f"{contender}, {preset}, vocabulary 50,280, length 16"
-    assert np.stack(trainers.draw(large, 50)).max() > 10_000
+    assert np.stack(train.draw(large, 50)).max() > 10_000
 
 
 @pytest.mark.exhaustive
 def test_documents_are_packed_and_kept_apart():
     job = dataclasses.replace(TRAINED, document=5)
     assert str(job) == "jaxkern, micro, documents of 5, length 16"
-    ids = np.stack([d["segment_ids"] for d in trainers.draw_documents(job, 50)])
-    assert ids.shape == (trainers.BATCHES, 50, 17)
+    ids = np.stack([d["segment_ids"] for d in train.draw_documents(job, 50)])
+    assert ids.shape == (train.BATCHES, 50, 17)
     assert np.mean(np.diff(ids, axis=-1)) == pytest.approx(1 / 5, rel=0.1)
     apart, together = (train.measure(each)["first_loss"] for each in (job, TRAINED))
     assert apart != together
@@ -119,25 +119,13 @@ def test_documents_are_packed_and_kept_apart():
 def test_a_failing_contender_leaves_its_reason():
     unknown = dataclasses.replace(TRAINED, preset="none")
     absent = dataclasses.replace(TRAINED, contender="jla-loop")
-    told = [*train.attempt([unknown, absent], 60), *train.attempt([TRAINED], 0.01)]
-    reasons = "KeyError: 'none'", "not installed", "not done within 0 s"
-    assert told == [*zip((unknown, absent, TRAINED), reasons, strict=True)]
-
-
-def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
-    waves = []
-
-    def attempt(jobs, limit):
-        waves.append([job.contender for job in jobs])
-        yield from ((job, "no") for job in jobs)
-
-    monkeypatch.setattr(train, "attempt", attempt)
-    words = "--preset micro --only jaxkern,mamba_ssm,xla --length 16 --length 32 --jobs 9"
-    assert train.main([*words.split(), "--out", str(tmp_path / "a")]) == 1
-    assert waves == [["jaxkern", "xla"] * 2, ["mamba_ssm"], ["mamba_ssm"]]
-    told = json.loads((tmp_path / "a").read_text())["failed"]
-    names = ["jaxkern", "mamba_ssm", "xla"]
-    assert told == [f"{name}, micro, length {n}: no" for n in (16, 32) for name in names]
+    apart = lambda *jobs, **how: dict(
+        processes.each(train.measure, [(job,) for job in jobs], apart=True, most=1, **how)
+    )
+    told = apart(unknown, absent) | apart(TRAINED, limit=0.01)
+    assert told[unknown,] == "KeyError: 'none'"
+    assert told[absent,].startswith("ModuleNotFoundError: No module named ")
+    assert told[TRAINED,] == "not done within 0 s"
 
 
 # Loss curves, and what checkpoints cost
@@ -145,9 +133,12 @@ def test_pytorch_trains_last_and_alone(tmp_path, monkeypatch):
 
 def test_curves_are_compared_by_means():
     losses, beside = [3.0] * 20 + [2.0] * 20 + [1.5] * 5, [3.0] * 20 + [2.5] * 20 + [1.0] * 5
-    got = runs.curve("a", losses, beside)
+    got, plain = runs.curves_of(
+        [{"run": n, "losses": v} for n, v in zip("ab", (losses, beside), strict=True)]
+    )
     want = {"first": 3.0, "last": 1.5, "difference": 0.5, "largest": 0.5, "losses": losses}
     assert {name: got[name] for name in want} == want
+    assert plain["largest"] == 0
 
 
 @pytest.mark.exhaustive
@@ -216,18 +207,15 @@ def test_what_is_split_is_timed_and_has_the_results_of_one_device(what, sizes, m
         assert row["error"] == ""
 
 
-def test_rows_of_meshes_have_their_efficiency(tmp_path, monkeypatch):
+def test_rows_of_meshes_have_their_efficiency():
     def row(what, mesh, count, speed, sizes="one"):
         told = {"what": what, "sizes": sizes, "mesh": mesh, "devices": count, "ms": 1.0}
         return told | {"tokens_per_second": speed, "efficiency": ""}
 
     rows = [row("a", "none", 1, 1000), row("a", "data=2", 2, 1900), row("b", "data=2", 2, 5)]
     rows.append(row("a", "data=2", 2, 5, sizes="another"))
-    monkeypatch.setattr(devices, "jobs", lambda *_: rows)
-    monkeypatch.setattr(devices, "attempt", lambda jobs, *_: [(jobs[0], jobs[0])])
-    assert devices.main(["--out", str(tmp_path / "a.json")]) == 0
-    rows[1] |= {"efficiency": "95.0%"}
-    assert json.loads((tmp_path / "a.json").read_text())["rows"] == rows
+    want = [row | ({"efficiency": "95.0%"} if row is rows[1] else {}) for row in rows]
+    assert devices.with_efficiency(rows) == want
 
 
 def test_sizes_and_ops_that_are_named_are_measured_alone():
@@ -273,14 +261,13 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
         now += 0.5 + 0.25 * (length - 1)
         return prompts[:, :1].repeat(length, axis=1)
 
-    monkeypatch.setattr(decode, "of_jax", lambda job: decode.Decoder(decode_slowly, int, ""))
+    monkeypatch.setattr(decode, "of_jax", lambda job: (decode_slowly, ""))
     monkeypatch.setattr(decode.time, "perf_counter", lambda: now)
     rows = decode.measure(DECODED)
     assert [row["tokens_per_second"] for row in rows] == [4, 12]
     found = {(row["ms_first"], row["ms_low"], row["ms_step"], row["ms_high"]) for row in rows}
     assert found == {(500, 250, 250, 250)}
-    few = decode.Decoder(lambda prompts, length: prompts[:, :1], int, "")
-    monkeypatch.setattr(decode, "of_jax", lambda job: few)
+    monkeypatch.setattr(decode, "of_jax", lambda job: (lambda prompts, _: prompts[:, :1], ""))
     with pytest.raises(RuntimeError, match=r"gave \(1, 1\) tokens, not \(1, 17\)"):
         decode.measure(DECODED)
 
@@ -294,9 +281,9 @@ def test_another_result_is_refused(monkeypatch):
         return lambda weights: weights, lambda weights, x: factor * x
 
     monkeypatch.setattr(layers, "_own", wrong)
-    found = layers._attempt(LAYER, 1)
-    assert found == "RuntimeError: output: relative error 5.0e-01 against plain JAX"
-    assert isinstance(layers._attempt(dataclasses.replace(LAYER, contender="xla"), 1), dict)
+    with pytest.raises(RuntimeError, match=r"output: relative error 5.0e-01 against plain JAX"):
+        layers.measure(LAYER)
+    assert layers.measure(dataclasses.replace(LAYER, contender="xla"))["both_us"] > 0
 
 
 def test_bytes_kept_are_those_between_forward_and_backward():

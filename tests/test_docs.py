@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jaxkern
-from bench import documents, figures
+from bench import figures
 from bench.cases import TABLE
 from jaxkern.lm.config import PRESETS
 from jaxkern.lm.model import initial_params
@@ -44,7 +44,7 @@ def slow(names, of):
 
 TRAINED = {"layers", "language_model", "hybrids", "sequences", "optimizers"}
 TRAINED |= {"start", "your_model", "mixed_precision", "remat"}
-COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.loader"}
+COMPILED = {"nn.equinox", "nn.flax", "nn.linen", "lm.sample"}
 COMPILED |= {f"ops.{op}.op" for op in ("causal_conv1d", "selective_scan", "ssd")}
 
 
@@ -69,6 +69,24 @@ def test_examples_of_docstrings_run(module):
         runner.run(test)
     assert runner.tries
     assert runner.failures == 0
+
+
+PLAIN = tuple(ROOT / "jaxkern" / part for part in ("core", "elementwise", "mosaic", "nn", "ops"))
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """Checks modules, classes, functions and the strings that describe constants."""
+    begins = re.compile(r"(What|Where|Those|Of|So|As many)\b")
+    strings = [
+        (path.relative_to(ROOT), statement.lineno, statement.value.value)
+        for folder in PLAIN
+        for path in sorted(folder.rglob("*.py"))
+        for statement in ast.walk(ast.parse(path.read_text()))
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    ]
+    assert strings
+    wrong = [(path, line, text) for path, line, text in strings if begins.match(str(text))]
+    assert [f"{path}:{line}: {text.splitlines()[0]}" for path, line, text in wrong] == []
 
 
 def test_readme_is_short_and_has_an_example():
@@ -100,7 +118,7 @@ def test_figures_are_beside_the_fastest_competitor():
 
 
 def test_parameters_of_the_headline_are_those_of_the_model():
-    preset, vocabulary = re.fullmatch(r"(\w+), vocabulary ([\d,]+)", documents.MODEL[0]).groups()
+    preset, vocabulary = re.fullmatch(r"(\w+), vocabulary ([\d,]+)", figures.MODEL[0]).groups()
     size = int(vocabulary.replace(",", ""))
     model = dataclasses.replace(PRESETS[preset].model, vocab_size=size)
     params = jax.eval_shape(lambda: initial_params(model, 0))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkern.lm import checkpoint, cli, data, loader
+from jaxkern.lm import checkpoint, cli, data, sample
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
 from jaxkern.lm.data.corpus import Stream, Windows
@@ -83,8 +83,8 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
     assert sum(count["bytes"] for count in counts) == sum(len(text.encode()) for text in TOLD)
     (train,), (held_out,) = corpus.train, corpus.held_out
     learned, held = texts_of(corpus, train), texts_of(corpus, held_out)
-    assert [text for text in TOLD if text in {*learned}] == learned
-    assert [text for text in TOLD if text in {*held}] == held
+    for texts in (learned, held):
+        assert [text for text in TOLD if text in {*texts}] == texts
     assert sorted(learned + held) == sorted(TOLD)
     assert 1 <= len(held) <= 25
     at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode(learned)]
@@ -96,17 +96,17 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
 
     books = [" ".join(text.strip() for text in TEXTS[i::3] * 20) for i in range(3)]
     path = write_lines(tmp_path / "books.jsonl", books)
-    whole = build(path, tmp_path / "whole", tokenizer=str(next(tmp_path.glob("run/*/bpe*"))))
+    again = {"tokenizer": str(next(tmp_path.glob("run/*/bpe*")))}
+    whole = build(path, tmp_path / "whole", **again)
     monkeypatch.setattr(sources, "_PART", 6400)
     monkeypatch.setattr(write, "_AT_ONCE", 9000)
-    parts = build(path, tmp_path / "parts", tokenizer=str(next(tmp_path.glob("run/*/bpe*"))))
-    assert parts.info == whole.info
+    assert build(path, tmp_path / "parts", **again).info == whole.info
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "in time"])
 def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
-    root, tmp_path, monkeypatch, saved
+    root, tmp_path, capsys, monkeypatch, saved
 ):
     """Wherever it is killed: what is behind the last save is written again."""
     (root / "b.txt").write_text(" ".join(TEXTS))
@@ -115,47 +115,31 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(write, "_SAVE", 0.0 if saved else 1e9)
     named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
     whole = build(root, tmp_path / "undisturbed", **named)
-    encode, left = tokenizer.Bytes.encode, itertools.count()
-
-    class Killed(BaseException):
-        pass
-
-    def killed(self, texts):
-        if next(left) % 4 == 3:
-            raise Killed
-        return encode(self, texts)
-
-    for kills in itertools.count():
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenizer.Bytes, "encode", killed)
-            if kills == (6 if saved else 2):
-                patch.setattr(tokenizer.Bytes, "encode", encode)
-            try:
-                again = build(root, tmp_path / "run", **named)
-                break
-            except Killed:
-                assert not data.has_tokens(tmp_path / "run")  # those of bytes cost nothing
-    assert kills > 1
-    assert again.info == whole.info
+    encode, left, kills = tokenizer.Bytes.encode, itertools.count(1), 6 if saved else 2
+    killed = lambda self, texts: encode(self, texts) if next(left) % 4 else 1 / 0
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer.Bytes, "encode", killed)
+        for _ in range(kills):
+            with pytest.raises(ZeroDivisionError):
+                build(root, tmp_path / "run", **named)
+    assert not data.has_tokens(tmp_path / "run")  # those of bytes cost nothing
+    assert build(root, tmp_path / "run", **named).info == whole.info
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
-
-def test_ctrl_c_while_tokenising_is_one_line_and_keeps_what_is_done(
-    root, tmp_path, capsys, monkeypatch
-):
-    encode, out = tokenizer.Tokenizer.encode, tmp_path / "run"
+    encode, out = tokenizer.Tokenizer.encode, tmp_path / "stopped"
     interrupted = lambda self, texts: (signal.raise_signal(signal.SIGINT), encode(self, texts))[1]
     monkeypatch.setattr(tokenizer.Tokenizer, "encode", interrupted)
     argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
     line = command(capsys, *argv, code=128 + signal.SIGINT)
-    assert "jaxkern: stopped (SIGINT): training had not begun; " in line
-    assert "keeps the tokens that are made" in line
+    assert re.search(
+        r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are", line
+    )
     assert data.has_tokens(out)
     assert not checkpoint.is_run(out)
 
 
 def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkeypatch):
-    cache = tmp_path / "cache"
+    cache, config = tmp_path / "cache", functools.partial(config_of, root)
     flags = {"data_cache": str(cache), "tokenizer": "bpe:300"}
     first = build(root, tmp_path / "a", **flags)
     with monkeypatch.context() as patch:
@@ -163,7 +147,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
         patch.setattr(tokenizer, "train_bpe", None)
         assert build(root, tmp_path / "b", **flags).info == first.info
         info = json.loads(json.dumps(first.info))
-        again = data.reopen(config_of(root, **flags), tmp_path / "b", info)
+        again = data.reopen(config(**flags), tmp_path / "b", info)
     assert texts_of(again) == texts_of(first)
     assert not (tmp_path / "a").exists()
     build(root, tmp_path / "c", **flags | {"tokenizer": "bpe:301"})
@@ -173,11 +157,9 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     assert other.info["folder"] != build(root / "more", tmp_path / "d").info["folder"]
     assert len([*(tmp_path / "d" / "corpus").glob("*/")]) == 1  # no run began with the others
     words = "are missing or have changed since the run began; name the "
-    refused(words, data.reopen, config_of(root), tmp_path / "d", other.info)
+    refused(words, data.reopen, config(), tmp_path / "d", other.info)
     next(cache.glob(f"{info['folder']}/0.train.tokens")).write_bytes(b"cut")
-    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
-    shutil.rmtree(cache)
-    refused(words, data.reopen, config_of(root, **flags), tmp_path / "b", info)
+    refused(words, data.reopen, config(**flags), tmp_path / "b", info)
 
 
 @pytest.mark.parametrize("share", [0.2, 0.3, 0.99])
@@ -186,20 +168,16 @@ def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
         texts = (f"{i:02} " * (int(size * 10000) // 3) for i in range(100))
         return next(text for text in texts if (write._fraction(text) < 0.05) == is_held)
 
-    path, out = tmp_path / "a.jsonl", tmp_path / "run"
-    write_lines(path, [text_that(True, share), text_that(False, 1 - share)])
-    corpus = build(path, out)
-    by_document = share < 0.25
+    texts = text_that(True, share), text_that(False, 1 - share)
+    path, by_document = write_lines(tmp_path / "a.jsonl", texts), share < 0.25
+    corpus = build(path, tmp_path / "run")
     (source,), (train,), (held,) = corpus.info["sources"], corpus.train, corpus.held_out
     assert source["split"] == ("by document" if by_document else "by position")
-    assert ("(their end)" in corpus.describe()) != by_document
     size = len(train.tokens) + len(held.tokens)
-    assert size == 2 * 2 + sum(
-        len(json.loads(line)["text"]) for line in path.read_text().splitlines()
-    )
+    assert size == 2 * 2 + sum(map(len, texts))
     assert len(held.tokens) <= size * (0.25 if by_document else 0.05)
     assert len(train.starts) + len(held.starts) == 2
-    assert build(path, out).info == corpus.info
+    assert build(path, tmp_path / "run").info == corpus.info
 
 
 FIRSTS = np.cumsum([0, 3, 4, 2, 9])
@@ -246,7 +224,6 @@ def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
     epochs = [rows[i * len(there) : (i + 1) * len(there)] for i in range(3)]
     assert all(sorted(epoch) == there for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs} | {tuple(there)}) == 4
-
     again = corpus.batches(config())
     again.set_state(state)
     for batch in drawn[steps // 2 :]:
@@ -254,53 +231,51 @@ def test_every_window_is_seen_once_in_an_epoch(root, tmp_path, pack):
     other = next(corpus.batches(config(seed=1)))
     assert not np.array_equal(other.tokens, drawn[0].tokens)
 
+    (stream, *_), there = corpus.held_out, len(Windows(corpus.held_out[0], config()))
+    for count in (1, 3, 1000):  # validation is a fixed part of each source, spread evenly
+        options = {"eval_batches": count * (1 + pack), "batch_size": 8, "grad_accum": 2}
+        ((_, found), *_) = corpus.validation(config(**options))
+        assert len(found) == max(1, min(2 * count, there // 4))
+        rows = np.concatenate([batch.tokens for batch in found])
+        assert len({row.tobytes() for row in rows}) == len(rows)
+        np.testing.assert_array_equal(rows[0], stream.tokens[:17])
+    if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
+        ((_, (few,)), *_) = corpus.validation(config(batch_size=there + 3))
+        assert predicted(few) == len(stream.tokens) - len(stream.starts)
+
 
 def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
     other = write_lines(tmp_path / "b.jsonl", ["b " * 30 + str(i) for i in range(30)])
     flags = {"data": (f"{root}=0.85", f"{other}=0.15"), "seq_len": 16, "batch_size": 200}
-    corpus = build(root, tmp_path / "a", **flags)
+    corpus, config = build(root, tmp_path / "a", **flags), config_of(root, **flags)
     assert [stream.name for stream in corpus.train] == ["text", "b.jsonl"]
-    batches = corpus.batches(config_of(root, **flags))
+    batches = corpus.batches(config)
     of_other = [(row == ord("b")).sum() > 5 for _ in range(5) for row in next(batches).tokens]
     assert np.mean(of_other) == pytest.approx(0.15, abs=0.005)
-    assert sum(of_other) > len(
-        Windows(corpus.train[1], config_of(root, **flags))
-    )  # it has epochs of its own
+    assert sum(of_other) > len(Windows(corpus.train[1], config))  # it has epochs of its own
     ratios = [stream.tokens_per_byte for stream in corpus.train]
     assert corpus.tokens_per_byte == pytest.approx(1 / (0.85 / ratios[0] + 0.15 / ratios[1]))
 
     flags = {"eval_data": (str(other), str(root / "more"))}
     corpus = build(root, tmp_path / "b", **flags)
     assert [stream.name for stream in corpus.held_out] == ["b.jsonl", "more"]
-    assert "(of --eval-data)" in corpus.describe()
     assert sorted(texts_of(corpus, *corpus.train)) == sorted(TOLD[:150])
     ((b, batches), (more, _)) = corpus.validation(config_of(root, **flags, eval_batches=2))
     assert (b.name, more.name, b.share + more.share) == ("b.jsonl", "more", 1)
     assert len(batches) == 1
-    # A file to validate with is not trained on by another field.
-    other.write_text('{"text": "a", "body": "b"}\n')
-    flags = {"data": (f"{other}:body", str(root)), "eval_data": (str(other),)}
-    refused("b.jsonl:body: all of its files are named before", build, root, tmp_path / "c", **flags)
+    # A file to validate with is not trained on by another field; two fields are two sources.
+    records = [{"text": text, "title": f"{text} is the title"} for text in TEXTS]
+    other.write_text("".join(json.dumps(record) + "\n" for record in records))
+    flags = {"data": (f"{other}:title", str(root)), "eval_data": (str(other),)}
+    refused("b.jsonl: all of its files are of --eval-data", build, root, tmp_path / "c", **flags)
+    corpus = build(root, tmp_path / "d", data=(str(other), f"{other}:title"))
+    assert [stream.name for stream in corpus.train] == [str(other), f"{other}:title"]
+    for source, field in zip(corpus.info["sources"], ("text", "title"), strict=True):
+        size = source["train"]["bytes"] + source["validation"]["bytes"]
+        assert size == sum(len(record[field].encode()) for record in records)
 
 
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("batches", [1, 3, 1000])
-def test_validation_is_a_fixed_part_spread_evenly(root, tmp_path, batches, pack):
-    corpus = build(root, tmp_path / "a", pack=pack)
-    (stream,) = corpus.held_out
-    config = functools.partial(config_of, root, pack=pack, seq_len=16)
-    there = len(Windows(stream, config()))
-    ((_, found),) = corpus.validation(config(eval_batches=batches, batch_size=8, grad_accum=2))
-    assert len(found) == max(1, min(2 * batches, there // 4))
-    rows = np.concatenate([batch.tokens for batch in found])
-    assert len({row.tobytes() for row in rows}) == len(rows)
-    np.testing.assert_array_equal(rows[0], stream.tokens[:17])
-    if pack:  # where there are fewer windows than a batch has rows, the others predict nothing
-        ((_, (few,)),) = corpus.validation(config(batch_size=there + 3))
-        assert predicted(few) == len(stream.tokens) - len(stream.starts)
-
-
-def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
+def test_too_little_text_and_broken_files_are_named(tmp_path):
     path, out = tmp_path / "a.txt", tmp_path / "run"
     path.write_text("é")
     refused(r"source a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
@@ -313,37 +288,24 @@ def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
     refused("zero byte behind 'before'", build, lines, out)
     assert "before\0behind" in texts_of(build(lines, out, tokenizer="bpe:300"))
     lines.write_text(write_lines(lines, TEXTS).read_text() + '{"text": 3}\n')
-    refused(f"^{lines}: line 201 has a number as its .*mend it", build, lines, out)
+    refused(f"^{lines}: line 201 has 3 as its .*mend it", build, lines, out)
 
     few, more = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"]), tmp_path / "more.txt"
     more.write_text("some words " * 40)
-    words = "training data has 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --s"
+    words = "training data, .* 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower"
     refused(words, build, few, out, seq_len=4096)
     build(few, out, data=(str(few), str(more)), seq_len=100)
-    assert "warning: 1 of 2 sources of --data (few.jsonl) have fewer" in capsys.readouterr().out
-    refused("validation data has 22 tokens, fewer than", build, more, out, seq_len=50, pack=False)
+    words = "validation data, or a source of it, has 22 tokens, fewer than"
+    refused(words, build, more, out, seq_len=50, pack=False)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
-
-
-def test_two_fields_of_a_file_are_two_sources(tmp_path):
-    path = tmp_path / "text" / "a.jsonl"
-    path.parent.mkdir()
-    records = [{"body": text, "title": f"{text} is the title"} for text in TEXTS]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (path.parent / "empty").touch()
-    named = f"{path}:body", f"{path}:title"
-    corpus = build(tmp_path, tmp_path / "a", data=named)
-    assert [stream.name for stream in corpus.train] == [*named]
-    for source, field in zip(corpus.info["sources"], ("body", "title"), strict=True):
-        size = source["train"]["bytes"] + source["validation"]["bytes"]
-        assert size == sum(len(record[field].encode()) for record in records)
     # Why files of a folder are skipped is told: a wrong field before what is no text at all.
-    (path.parent / "b.txt").write_text("some words " * 99)
-    reason = f'{path}: line 1 has no "text" of a document, but .*body.*PATH:FIELD'
+    (folder := tmp_path / "folder").mkdir()
+    more.rename(folder / "more.txt")
+    (folder / "a.txt").touch()
+    (folder / "b.jsonl").write_text('{"body": "a"}\n')
     for pack in (True, False):
-        corpus = build(path.parent, tmp_path / "run", pack=pack)
-        told = f"; 2 files without readable text skipped, such as {reason}"
-        assert re.search(told, corpus.describe())
+        told = "; 2 files without readable text skipped, such as .*b.jsonl: line 1 has no .*body"
+        assert re.search(told, build(folder, out, pack=pack, seq_len=16).describe())
 
 
 def test_every_token_of_a_batch_counts_alike():
@@ -402,33 +364,31 @@ def losses(folder):
 
 @pytest.mark.exhaustive
 def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, capsys):
-    first, *_, last = read_metrics(finished / "metrics.jsonl")
+    first, *_, last = losses(finished)
     assert last["validation_loss"] < first["validation_loss"]
-    assert last["validation_perplexity"] == pytest.approx(np.exp(last["validation_loss"]))
     each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
-    for name, loss in zip(("c.jsonl", "d.jsonl"), each, strict=True):
-        assert last[f"validation_perplexity/{name}"] == pytest.approx(np.exp(loss))
+    for name, loss in zip(
+        ("", "/c.jsonl", "/d.jsonl"), (last["validation_loss"], *each), strict=True
+    ):
+        assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
     assert min(each) <= last["validation_loss"] <= max(each)
     stored = checkpoint.read_config(finished)
     assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
     assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
     # A loss of bytes is one of tokens by how many there are of each.
-    ratio = last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"]
-    assert 0.2 < ratio < 0.9
+    assert 0.2 < last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"] < 0.9
 
-    model = loader.load(finished)
+    model = sample.load(finished)
     ids = model.encode("the scan reads é")
     assert ids[0] == 0
     assert len(ids) < len("the scan reads é")
     assert model.decode(ids) == "the scan reads é"
     assert (model.codec.ends, model.codec.encode("")) == ({0}, [0])
-    written = model.generate("the scan", length=5, temperature=0)
-    options = ["--length", 5, "--temperature", 0]
-    printed = command(capsys, "sample", "--run", finished, "--prompt", "the scan", *options)
-    assert printed == f"the scan{written}\n"
     lost = shutil.copytree(finished, tmp_path / "it's lost")
+    argv = ["sample", "--run", lost, "--length", 5, "--temperature", 0]
+    printed = command(capsys, *argv, "--prompt", "the scan")
+    assert printed == f"the scan{model.generate('the scan', length=5, temperature=0)}\n"
     (lost / "tokenizer.json").unlink()
-    argv = ["sample", "--run", lost, *options]
     line = command(capsys, *argv, code=1)
     assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
     subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
@@ -443,7 +403,8 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(finished, tmp_path, capsys):
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(argv, finished, tmp_path, capsys):
+    """Also with another data cache; and two devices see the batches of one."""
     out, cache = shutil.copytree(finished, tmp_path / "copied"), tmp_path / "cache"
     shutil.rmtree(out / "checkpoints" / "8")
     resume = ["train", "--resume", "--out", out]
@@ -458,15 +419,10 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(finished, tmp_path, capsys)
     assert "--tokenizer bytes differs from the run's bpe:300" in line
     # It is found there, and has all its steps.
     assert "already trained for 8 steps" in command(capsys, *resume, "--data-cache", cache)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device cannot share a batch")
-def test_two_devices_see_the_batches_of_one(argv, finished, tmp_path):
-    assert cli.main([*argv, str(tmp_path / "two"), "--devices", "2"]) == 0
-    for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
-        assert one.keys() == two.keys()
-        np.testing.assert_allclose([*one.values()], [*two.values()], rtol=1e-4)
+    if len(jax.devices()) > 1:
+        command(capsys, *argv, tmp_path / "two", "--devices", 2)
+        for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
+            assert one == pytest.approx(two, rel=1e-4)
 
 
 def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -17,8 +18,8 @@ from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
-from jaxkern.lm.run import changed
 from jaxkern.lm.step import loss_fn, make_model, schedule_of
+from jaxkern.lm.train import changed
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +51,7 @@ OTHERS = {
 def models(monkeypatch):
     for name, model in (MODELS | OTHERS).items():
         of_test = {"steps": 50, "batch_size": BATCH, "seq_len": LENGTH, "eval_every": 10}
-        flags = {"preset": "micro", "model": model, "lr": 1e-2, "devices": "auto"} | of_test
+        flags = {"preset": "micro", "model": model, "lr": 1e-2} | of_test
         preset = dataclasses.replace(TrainConfig.from_flags(flags), preset=name)
         monkeypatch.setitem(config.PRESETS, name, preset)
 
@@ -60,8 +61,8 @@ def configured(**flags):
 
 
 def placed(configuration):
-    sizes = config.axes_of(configuration.mesh) if configuration.mesh else {"data": 1}
-    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    sizes = config.axes_of(configuration.mesh).values()
+    devices = jax.devices()[: math.prod(sizes)]
     return program.Placement.of(configuration, devices)
 
 
@@ -226,35 +227,38 @@ def test_no_device_holds_the_whole_of_a_split_model():
     assert made.output_size_in_bytes + made.temp_size_in_bytes < 0.7 * whole
 
 
-WHOLE = "cannot split the 12 tokens .* into equal parts of whole chunks of 128 .* --seq-len 512, or"
-SHORT = "cannot .* shorter than the 11 .* choose --seq-len 32,"
-WIDTH = "cannot split the model's width d_model of 16 .* 8 or 16, or an"
-INNER, SIZES = (
-    "cannot split the model's 32 inner channels into equal parts; choose",
-    "2, 4, 8, 16 or 32",
-)
-HEADS = "cannot .* 4 heads .*; choose 2 or 4, or another axis"
+WHOLE = "cannot split the 12 tokens .* whole chunks of 128 .* choose --seq-len 512, or a smaller"
+SHORT = "cannot .* each as long as the 11 that .* choose --seq-len 32,"
+DIVISOR = "equal parts; choose a divisor of"
 BATCH_8 = "--batch-size 8 cannot be split over"
-ACCUMULATED = f"{BATCH_8} --grad-accum 8 × 2 devices; choose a multiple of 16"
 
 
 @pytest.mark.parametrize(
     ("flags", "devices", "words"),
     [
-        ("micro --mesh fsdp=3", 3, f"--mesh fsdp=3 {WIDTH}"),
-        ("micro --parallel tensor", 3, f"over 3 devices {INNER} --devices {SIZES}, or an"),
-        ("micro --mesh tensor=3,data=2", 6, f"--mesh tensor=3 {INNER} {SIZES}, or another axis"),
-        ("micro --mesh fsdp=8,tensor=8", 64, f"{INNER} sizes whose product is {SIZES}"),
-        ("mamba2-micro --mesh tensor=8", 8, HEADS),
-        ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B"),
-        ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE} fewer --devices"),
-        ("mamba2-micro --mesh sequence=4", 4, f"{WHOLE} a smaller axis"),
+        (
+            "micro --mesh fsdp=3",
+            3,
+            f"cannot .* width d_model of 16 into 3 {DIVISOR} 16, or another",
+        ),
+        ("micro --parallel tensor", 3, f"over 3 devices cannot .* 32 inner .* 3 {DIVISOR} 32"),
+        ("micro --mesh tensor=3,data=2", 6, f"cannot .* 32 inner channels into 3 {DIVISOR} 32"),
+        ("micro --mesh fsdp=8,tensor=8", 64, f"cannot .* 32 inner channels into 64 {DIVISOR} 32"),
+        ("micro-odd --mesh tensor=8", 8, "cannot .* vocabulary of 1100 tokens into 8 equal parts"),
+        ("mamba2-micro --mesh tensor=8", 8, f"cannot .* 4 heads into 8 {DIVISOR} 4, or another"),
+        ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B and C"),
+        ("hybrid --mesh tensor=2", 2, "splits Mamba blocks alone by .* choose data or fsdp"),
+        ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE}"),
+        ("mamba2-micro --mesh sequence=4", 4, WHOLE),
         ("long --mesh sequence=2 --seq-len 16", 2, SHORT),
-        ("micro --mesh data=4", 2, "is of 4 devices and --devices says 2; leave --devices out"),
-        ("micro --batch-size 8", 3, "cannot be split over 3 devices; .* 3, or fewer --devices"),
-        ("micro --batch-size 9", 2, "cannot be split over 2 devices; .* 2, or fewer --devices"),
-        ("micro --mesh data=3", 3, f"{BATCH_8} 3 devices; .* 3, or a smaller data in --mesh"),
-        ("micro --mesh fsdp=2,tensor=2 --grad-accum 8", 4, ACCUMULATED),
+        ("micro --mesh data=4", 2, "is of 4 devices and --devices says 2; leave --devices out, or"),
+        ("micro --batch-size 9", 2, "cannot .* over 2 devices .--parallel data .* multiple of 2"),
+        ("micro --mesh data=3", 3, f"{BATCH_8} 3 devices .--mesh data=3.; choose a multiple of 3,"),
+        (
+            "micro --mesh fsdp=2 --grad-accum 8",
+            2,
+            f"{BATCH_8} --grad-accum 8 × 2 .* multiple of 16",
+        ),
     ],
 )
 def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, devices, words):
@@ -266,32 +270,24 @@ def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, device
         split_of(configured(preset=preset, **values), devices)
 
 
-@pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
-def test_axes_that_differ_from_parallel_are_refused(mesh):
-    parallel, begun = {"parallel": "fsdp", "mesh": mesh}, configured(preset="micro")
-    told = f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out"
-    for begin in (TrainConfig.from_flags, functools.partial(changed, begun)):
-        with pytest.raises(RunError, match=told):
-            begin(parallel)
-    assert changed(begun, parallel | {"mesh": "fsdp=2"}).mesh == "fsdp=2"
-
-
-def test_devices_alone_do_not_drop_the_mesh_of_a_run():
-    resumed = lambda mesh, **flags: changed(configured(preset="micro", mesh=mesh), flags)
-    for mesh, devices, kept, parallel in (
-        ("data=2,tensor=2", "4", "data=2,tensor=2", "data"),
-        ("data=2,tensor=2", "1", "", "data"),
-        ("tensor=4", "2", "", "tensor"),
-        ("data=1,fsdp=4", "all", "", "fsdp"),
+def test_axes_of_a_run_and_of_its_flags():
+    """Flags that differ are refused; on --resume one that names axes stands for all."""
+    for mesh in ("data=2", "data=2,fsdp=2"):
+        told = f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out"
+        for begin in (
+            TrainConfig.from_flags,
+            functools.partial(changed, configured(preset="micro")),
+        ):
+            with pytest.raises(RunError, match=told):
+                begin({"parallel": "fsdp", "mesh": mesh})
+    for flags, expected in (
+        ({"parallel": "fsdp", "mesh": "fsdp=2"}, ("fsdp=2", "fsdp", "auto")),
+        ({"parallel": "tensor", "devices": "2"}, ("", "tensor", "2")),
+        ({"devices": "4"}, ("data=2,tensor=2", None, "4")),
+        ({"mesh": "fsdp=4"}, ("fsdp=4", None, "auto")),
     ):
-        found = resumed(mesh, devices=devices)
-        assert (found.mesh, found.parallel, found.devices) == (kept, parallel, devices)
-    mesh = "data=2,tensor=2"
-    for devices in ("2", "all"):
-        told = rf"^--devices {devices} does not say how they share .* --mesh {mesh} of the run "
-        with pytest.raises(RunError, match=f"{told}splits between 4; add --mesh or --parallel$"):
-            resumed(mesh, devices=devices)
-        assert resumed(mesh, devices=devices, parallel="tensor").parallel == "tensor"
+        found = changed(configured(preset="micro", mesh="data=2,tensor=2"), flags)
+        assert (found.mesh, found.parallel, found.devices) == expected
 
 
 @exhaustive

@@ -1,4 +1,4 @@
-"""Decoding one prompt and several, and models loaded to be called and sampled from."""
+"""Models loaded, called, and sampled from: one prompt and several, texts and tokens."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ import tokenizers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import cli, data, loader, sample
+from jaxkern.lm import cli, data, sample
 from jaxkern.lm.config import RunError
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
@@ -36,8 +36,8 @@ from tests.language_models import (
     run_of,
 )
 
-GRAPHDEF, PARAMS = sample.decoder(MICRO), random_params(MICRO)
-MODEL = loader.LanguageModel(MICRO, PARAMS, 10)
+GRAPHDEF, PARAMS = make_model(MICRO, Options()), random_params(MICRO)
+MODEL = sample.LanguageModel(MICRO, PARAMS, 10)
 BYTES = range(1, 256)
 # Of three prompts, and of one, with these options: few programs are compiled.
 PROMPTS = [*b"def "], [*b"a"], list(range(1, 41))
@@ -55,12 +55,32 @@ def parts(monkeypatch):
     monkeypatch.setattr(sample, "_PART", 16)
 
 
-def test_the_likeliest_tokens_are_those_of_float64(parts):
-    """After prompts of unequal lengths, in two chunks."""
-    found = tokens_after(*PROMPTS, length=21, **GREEDY)
+@pytest.mark.parametrize(
+    "shape", [MICRO, HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)]
+)
+def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
+    """After prompts of unequal lengths, in two chunks; attention has room for all of them."""
+    monkeypatch.setattr(sample, "_LEAST", 16)
+    if shape.hybrid:
+        shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
+    model = sample.LanguageModel(
+        shape, random_params(shape), codec=None
+    )  # nothing says what they are
+    found = model.generate(PROMPTS, length=21, temperature=0)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
-        assert [*prompt, *tokens] == greedy_float64(MICRO, PARAMS, prompt, 21, first=1)
-    assert not list(sample.generate_tokens(GRAPHDEF, PARAMS, PROMPTS, length=0))
+        assert [*prompt, *tokens] == greedy_float64(shape, model.params, prompt, 21)
+    assert model.generate(PROMPTS, length=0) == [[], [], []]
+    if shape is MICRO:
+        alone = model.stream(jnp.array(PROMPTS[1]), length=21, temperature=0)
+        assert [token for piece in alone for token in piece] == found[1]
+        return
+    with pytest.raises(ValueError, match="length must say how many tokens"):
+        model.module().init_state(1)
+    step = jit(lambda params, state: model.module().step(jnp.array([5]), state))
+    state = model.module().init_state(1, 2)
+    for known in (True, True, False):
+        logits, state = step(model.params, state)
+        assert np.isfinite(logits).all() == known
 
 
 def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(parts):
@@ -77,6 +97,10 @@ def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(parts):
     before = [size() for size in sizes]
     tokens_after(PROMPTS[1] * 9, length=3, **DRAWN | {"temperature": 0.3, "seed": 9})
     assert [size() for size in sizes] == before
+    broken = jax.tree.map(lambda leaf: leaf * np.nan, PARAMS)
+    for options in (GREEDY, DRAWN):
+        with pytest.raises(RunError, match="logits are not numbers"):
+            tokens_after(*PROMPTS, params=broken, **options)
 
 
 @pytest.mark.exhaustive
@@ -92,8 +116,29 @@ def test_decoding_depends_neither_on_devices_nor_on_loops():
     assert tokens_after(*PROMPTS[:2], graphdef=low, **options).shape == want.shape
 
 
-def test_programs_are_those_of_the_options(monkeypatch):
-    monkeypatch.setattr(sample, "_generate", lambda *arguments: arguments[-2:])
+def test_draws_follow_temperature_top_k_and_top_p(monkeypatch):
+    logits = jnp.tile(jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), (4000, 1))
+    keys, after_first = jax.random.split(jax.random.key(0), 4000), jnp.arange(4) > 0
+    for expected, options in (
+        ([4, 3, 2, 1], {}),
+        ([0, 3, 2, 1], {"drawn": after_first}),
+        ([0, 3, 2, 0], {"drawn": after_first, "top_k": 2}),
+        ([16, 9, 4, 1], {"temperature": 0.5}),
+        ([4, 3, 0, 0], {"top_p": 0.5}),
+        ([4, 0, 0, 0], {"top_p": 1e-9}),
+        ([0, 3, 2, 0], {"top_p": 0.8, "drawn": after_first}),
+        ([4, 3, 0, 0], {"top_p": 0.99, "top_k": 2}),
+        ([1, 0, 0, 0], {"greedy": True}),
+        ([1, 0, 0, 0], {"temperature": 1e-37}),
+        ([1, 0, 0, 0], {"temperature": 1e-30, "top_p": 0.9}),
+    ):
+        options = {"temperature": 1.0, "nucleus": "top_p" in options} | options
+        counts = np.bincount(sample._draw(logits, keys, **options), minlength=4) / len(keys)
+        np.testing.assert_allclose(counts, np.array(expected) / sum(expected), atol=0.03)
+    tied = sample._draw(0 * logits, keys, 1.0, top_k=2)
+    assert set(tied.tolist()) == {0, 1}  # two, though all four are as likely
+
+    monkeypatch.setattr(sample, "_generate", lambda *arguments: arguments[-1])
     for options, top_k, greedy, nucleus in (
         ({}, 40, False, False),
         ({"top_k": 999, "top_p": 0.9}, 256, False, True),
@@ -102,32 +147,9 @@ def test_programs_are_those_of_the_options(monkeypatch):
         ({"temperature": 1e-39}, 40, True, False),
     ):
         found = sample.generate_tokens(GRAPHDEF, PARAMS, [[1]], among=[0, 2, 999], **options)
-        assert np.flatnonzero(found[0]).tolist() == [0, 2]
-        assert found[1] == {"top_k": top_k, "greedy": greedy, "nucleus": nucleus}
-
-
-def test_draws_follow_temperature_top_k_and_top_p():
-    logits = jnp.tile(jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]])), (4000, 1))
-    keys, after_first = jax.random.split(jax.random.key(0), 4000), jnp.arange(4) > 0
-
-    def close(expected, temperature=1.0, top_p=1.0, **options):
-        draws = sample._draw(logits, keys, temperature, top_p, nucleus=top_p < 1, **options)
-        counts = np.bincount(draws, minlength=4) / len(keys)
-        np.testing.assert_allclose(counts, np.array(expected) / sum(expected), atol=0.03)
-
-    close([4, 3, 2, 1])
-    close([0, 3, 2, 1], drawn=after_first)
-    close([0, 3, 2, 0], drawn=after_first, top_k=2)
-    close([16, 9, 4, 1], temperature=0.5)
-    close([4, 3, 0, 0], top_p=0.5)
-    close([4, 0, 0, 0], top_p=1e-9)
-    close([0, 3, 2, 0], top_p=0.8, drawn=after_first)
-    close([4, 3, 0, 0], top_p=0.99, top_k=2)
-    close([1, 0, 0, 0], greedy=True)
-    close([1, 0, 0, 0], temperature=1e-37)
-    close([1, 0, 0, 0], temperature=1e-30, top_p=0.9)
-    tied = sample._draw(0 * logits, keys, 1.0, top_k=2)
-    assert set(tied.tolist()) == {0, 1}  # two, though all four are as likely
+        assert np.flatnonzero(found["drawn"]).tolist() == [0, 2]
+        compiled = {"top_k": top_k, "greedy": greedy, "nucleus": nucleus}
+        assert {name: found[name] for name in compiled} == compiled
 
 
 def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
@@ -149,21 +171,15 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
     theirs = sample.Tokens(words, 320, first=0)
     ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
     for codec, there in ((theirs, known.values()), (ours, known.values()), (sample.Bytes(), BYTES)):
-        model = loader.LanguageModel(config, params, codec=codec)
+        model = sample.LanguageModel(config, params, codec=codec)
         tokens.clear()
         model.generate(["", "", ""], length=48, **options)
         assert len(tokens) == 144
         assert set(tokens) <= set(there)
     tokens.clear()
-    list(noted(sample.decoder(config), params, [[0]] * 3, length=48, among=range(320), **options))
+    graphdef = make_model(config, Options())
+    list(noted(graphdef, params, [[0]] * 3, length=48, among=range(320), **options))
     assert not set(tokens) <= set(known.values())
-
-
-def test_logits_that_are_not_numbers_are_told():
-    params = jax.tree.map(lambda leaf: leaf * np.nan, PARAMS)
-    for options in (GREEDY, DRAWN):
-        with pytest.raises(RunError, match="logits are not numbers"):
-            tokens_after(*PROMPTS, params=params, **options)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +195,8 @@ def test_logits_that_are_not_numbers_are_told():
         (ValueError, "length must be at least 0, got -3", {"length": -3}),
         (ValueError, "seed must be from 0 to 2147483647, got -1", {"seed": -1}),
         (ValueError, "prompts must have at least one prompt", {"prompts": []}),
-        (TypeError, r"give a single one as \[prompt\]", {"prompts": [1, 2]}),
-        (TypeError, r"give a single one as \[prompt\]", {"prompts": "text"}),
+        (TypeError, r"prompts\[0\] must be a sequence of integers, got", {"prompts": [1, 2]}),
+        (TypeError, r"prompts\[0\] must be a sequence of integers, got", {"prompts": "text"}),
         (ValueError, r"prompts\[1\] must have at least one token", {"prompts": [[1], []]}),
         (TypeError, r"prompts\[0\] must be .* dtype float64", {"prompts": [[0.5]]}),
         (ValueError, r"prompts\[0\] has token 256, .* 0 to 255", {"prompts": [[1, 256]]}),
@@ -217,26 +233,48 @@ def test_texts_of_a_loaded_model():
     assert "Array" not in repr(MODEL)
 
 
+def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
+    fallback = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    read = tokenizers.Tokenizer(tokenizers.models.BPE(fallback, [], byte_fallback=True))
+    of_bytes = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    read.decoder = tokenizers.decoders.Sequence(of_bytes)
+    for codec in (sample.Tokens(read, 256), sample.Bytes()):
+        model = dataclasses.replace(MODEL, codec=codec)
+        for end, last in ((b"", ""), (b"\xe2\xff", "��")):
+            pieces = [np.array([[token]]) for token in "né€ 🙂".encode() + end]
+            monkeypatch.setattr(sample, "generate_tokens", lambda *_, p=pieces, **__: iter(p))
+            written = list(model.stream("a"))
+            assert "".join(written) == f"né€ 🙂{last}"
+            if not end:
+                assert list(filter(None, written)) == ["n", "é", "€", " ", "🙂"]
+    # A text that has ended within a character is not written again while another goes on.
+    chunks = np.array([[0xE2, 0], [97, 98]]), np.array([[1, 1], [99, 100]])
+    monkeypatch.setattr(sample, "generate_tokens", lambda *_, **__: iter(chunks))
+    model = dataclasses.replace(MODEL, codec=sample.Tokens(read, 256, ends=[0]))
+    assert model.generate(["a", "a"]) == ["�", "abcd"]
+
+
 def before(text, stops):
     """The text up to the first of other texts that is complete in it."""
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return text[: min(ends)[1]] if ends else text
 
 
-@pytest.mark.parametrize("stops", [["ab"], ["aab", "b"], ["abab", "ba"], ["c"], ["aaaa", "aab"]])
-def test_a_text_ends_before_the_first_stop_however_it_comes(stops):
+def test_a_text_ends_before_the_first_stop_however_it_comes():
+    """Of random texts, each in random pieces."""
     generator = random.Random(0)
-    for _ in range(200):
-        text = "".join(generator.choices("ab", k=generator.randint(0, 12)))
-        ending, shown, at, ended = sample._Ending(stops), "", 0, False
-        while not ended and at < len(text):
-            size = generator.randint(1, 4)
-            piece, ended = ending(text[at : at + size], False)
-            shown, at = shown + piece, at + size
-        if not ended:
-            shown += ending("", True)[0]
-        assert shown == before(text, stops)
-        assert ended == (shown != text)
+    for stops in (["ab"], ["aab", "b"], ["abab", "ba"], ["c"], ["aaaa", "aab"]):
+        for _ in range(200):
+            text = "".join(generator.choices("ab", k=generator.randint(0, 12)))
+            read, shown, at, ended = sample._reader(lambda t, _: "".join(t), stops), "", 0, False
+            while not ended and at < len(text):
+                size = generator.randint(1, 4)
+                piece, ended = read([*text[at : at + size]], False)
+                shown, at = shown + piece, at + size
+            if not ended:
+                shown += read([], True)[0]
+            assert shown == before(text, stops)
+            assert ended == (shown != text)
 
 
 def test_texts_of_several_prompts_end_each_by_itself():
@@ -263,12 +301,6 @@ def run(tmp_path):
     return run_of(tmp_path / "run", MICRO, PARAMS, precision=low, flags=flags, versions=versions)
 
 
-def rewrite(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def test_load(run):
     model = jaxkern.lm.load(os.fspath(run))
     assert (model.config, model.step) == (MICRO, 10)
@@ -279,48 +311,7 @@ def test_load(run):
     np.testing.assert_allclose(model(tokens)[0], expected, rtol=1e-4, atol=1e-5 * expected.max())
     half = jaxkern.lm.load(run, step=5)
     np.testing.assert_array_equal(2 * half.params["embedding"], model.params["embedding"])
-
-
-def test_tokens_go_on_with_tokens():
-    """Where nothing says what they are, too."""
-    model = dataclasses.replace(MODEL, codec=None)
-    found = model.generate(PROMPTS, length=21, temperature=0)
-    for prompt, tokens in zip(PROMPTS, found, strict=True):
-        assert [*prompt, *tokens] == greedy_float64(MICRO, PARAMS, prompt, 21)
-    alone = model.stream(jnp.array(PROMPTS[1]), length=21, temperature=0)
-    assert [token for piece in alone for token in piece] == found[1]
-
-
-@pytest.mark.parametrize("shape", [HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)])
-def test_attention_has_room_for_all_tokens_and_tells_what_is_beyond(parts, monkeypatch, shape):
-    monkeypatch.setattr(sample, "_LEAST", 16)
-    shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
-    model = loader.LanguageModel(shape, random_params(shape), codec=None)
-    found = model.generate(PROMPTS, length=21, temperature=0)
-    for prompt, tokens in zip(PROMPTS, found, strict=True):
-        assert [*prompt, *tokens] == greedy_float64(shape, model.params, prompt, 21)
-    with pytest.raises(ValueError, match="length must say how many tokens"):
-        model.module().init_state(1)
-    step = jit(lambda params, state: model.module().step(jnp.array([5]), state))
-    state = model.module().init_state(1, 2)
-    for known in (True, True, False):
-        logits, state = step(model.params, state)
-        assert np.isfinite(logits).all() == known
-
-
-def test_a_terminal_gets_no_control_bytes(run, monkeypatch, capsys):
-    text = "\x1b[2J\ta\nb\r\x07\x7f\x9b é"
-    sample.show(text)
-    assert capsys.readouterr().out == text
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    sample.show(text + "\udc9b")
-    assert capsys.readouterr().out == r"\x1b[2J" + "\ta\nb" + r"\x0d\x07\x7f\x9b é\x9b"
-    monkeypatch.setattr(sample, "continuations", lambda *_, **__: iter([["\x1b"]]))
-    loader.write(MODEL, ["\x1b"])
-    assert capsys.readouterr().out == r"\x1b\x1b" + "\n"
-
-
-def test_load_goes_back_from_a_damaged_checkpoint(run):
+    # It goes back from a damaged checkpoint.
     shutil.rmtree(run / "checkpoints" / "10" / "state")
     words = r"/10 cannot be read \(.*; that of step 5 is loaded"
     with pytest.warns(UserWarning, match=words) as caught:
@@ -332,21 +323,36 @@ def test_load_goes_back_from_a_damaged_checkpoint(run):
 
 
 def test_load_says_what_a_folder_is_not(run, tmp_path):
+    def rewrite(**change):
+        path = run / "run.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+
     refused(r"has no checkpoint of step 7; it has 5, 10", jaxkern.lm.load, run, step=7)
     words = r"is one checkpoint of a run; give the run's folder, .*run"
     refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
     refused(r"holds no run \(no run.json\)", jaxkern.lm.load, tmp_path)
     refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
-    rewrite(run / "run.json", lambda content: content["model"].update(heads=4))
+    rewrite(model=MICRO.stored() | {"heads": 4})
     refused(r"was written by jaxkern 0.0.9, .*heads", jaxkern.lm.load, run)
-    rewrite(run / "run.json", lambda content: content.update(format="jaxkern-lm-1"))
+    rewrite(format="jaxkern-lm-1")
     refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')
     refused(r"is no run, so that it has no step 5", jaxkern.lm.load, run, step=5)
-    refused(r"layout of Hugging Face, and no run; .*--hf", loader.load_run, run)
+    refused(r"layout of Hugging Face, and no run; .*--hf", sample.load_run, run)
 
 
-def test_several_prompts_from_the_command_line(run, tmp_path, capsys):
+def test_a_terminal_gets_no_control_bytes(monkeypatch, capsys):
+    text = "\x1b[2J\ta\nb\r\x07\x7f\x9b é"
+    monkeypatch.setattr(MODEL.__class__, "_pieces", lambda *_, **__: iter([["\x1b"]]))
+    MODEL.write([text])
+    assert capsys.readouterr().out == f"{text}\x1b\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    MODEL.write([text + "\udc9b"])
+    shown = r"\x1b[2J" + "\ta\nb" + r"\x0d\x07\x7f\x9b é\x9b" + "\\x1b\n"
+    assert capsys.readouterr().out == shown
+
+
+def test_the_command_line(run, tmp_path, capsys):
     (tmp_path / "prompts").write_bytes("né\r\n\n\xff\n".encode("latin-1"))
     argv = ["sample", "--run", run, "--length", 5, "--temperature", 0]
     file = ["--prompts", tmp_path / "prompts"]
@@ -360,8 +366,6 @@ def test_several_prompts_from_the_command_line(run, tmp_path, capsys):
     (tmp_path / "prompts").write_text("\n \n")
     assert "has no line of text" in command(capsys, *argv, *file, code=1)
 
-
-def test_the_command_line_stops_and_times(run, capsys):
     argv = ["sample", "--run", str(run), "--prompt", "a", "--length", "40"]
     assert cli.main([*argv, "--timing"]) == 0
     printed, told = capsys.readouterr()
@@ -370,8 +374,7 @@ def test_the_command_line_stops_and_times(run, capsys):
     stops = printed[2:4], printed[20:23]
     assert cli.main([*argv, "--stop", stops[0], "--stop", stops[1]]) == 0
     assert capsys.readouterr() == ("a" + before(printed[1:-1], stops) + "\n", "")
-    line = command(capsys, *argv, "--stop", "", code=2)
-    assert "--stop must have a value, got ''" in line
+    assert "--stop must have a value, got ''" in command(capsys, *argv, "--stop", "", code=2)
 
 
 @pytest.mark.exhaustive

@@ -218,6 +218,13 @@ def test_trajectory_of_1000_steps_is_that_of_optax():
     assert error.mean() <= 2 * optax_error.mean()
 
 
+def test_a_clip_of_nothing_to_nothing_is_nan_as_in_optax():
+    zeros = jnp.zeros(4)
+    for adamw in (jaxkern.fused_adamw, optax.adamw):
+        tx = optax.chain(NORM(0.0), adamw(0.1))
+        assert np.isnan(jaxkern.apply(tx, zeros, tx.init(zeros), zeros)[0]).all()
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_arguments_are_those_of_optax(name):
     """By position and by name, with the same defaults; those beyond Optax's are by name alone."""
@@ -246,7 +253,7 @@ def test_init_takes_shapes_as_optax_does():
         assert_same(made(name).init(shapes), made(name).init(tree))
     tx = made("adamw", master_dtype=F32, mu_dtype="int8", nu_dtype="uint8", skip_nonfinite=True)
     assert types(jax.eval_shape(tx.init, shapes)) == types(tx.init(tree))
-    with pytest.raises(TypeError, match=r"params\['w'\] must be an array.*jax.eval_shape"):
+    with pytest.raises(TypeError, match=r"params\['b'\] must be .*jax.eval_shape"):
         tx.init(shapes)
 
 
@@ -448,50 +455,41 @@ def test_master_copy():
 # Wrong calls
 
 RANDOM = {"stochastic_rounding": True}
+REAL = ("learning_rate", "b1", "b2", "eps", "eps_root", "weight_decay", "clip_norm")
+FLAGS = ("nesterov", "skip_nonfinite", "stochastic_rounding")
+NO_NUMBERS = [(TypeError, "1"), (TypeError, True), (TypeError, [0.1]), (TypeError, 1j)]
+NO_NUMBERS += [(ValueError, np.nan), (ValueError, np.float32("-inf")), (ValueError, jnp.ones(2))]
 WRONG = [
     ("adamw", {"learning_rate": "1e-3"}, TypeError, "'1e-3' (str); pass float('1e-3')"),
     ("sgd", {"learning_rate": None}, TypeError, "learning_rate must be a number"),
-    ("adam", {"learning_rate": np.nan}, ValueError, "learning_rate must be a number, got nan"),
     ("adam", {"learning_rate": [1e-3]}, TypeError, "got [0.001] (list)"),
-    ("adamw", {"learning_rate": jnp.ones(2)}, ValueError, "got shape (2,)"),
     ("adamw", {"b1": 1.0}, ValueError, "b1 must be at least 0 and below 1, got 1.0"),
     ("adamw", {"b1": lambda count: 0.9}, TypeError, "optax.inject_hyperparams"),
     ("adamw", {"b1": jnp.complex64(1)}, TypeError, "array of dtype complex64"),
     ("adamw", {"b2": -0.1}, ValueError, "b2 must be"),
-    ("adamw", {"b2": True}, TypeError, "b2 must be a number or a scalar array, got True"),
-    ("adamw", {"eps": -1e-8}, ValueError, "eps must be"),
     ("adamw", {"eps": np.inf}, ValueError, "eps must be finite, got inf"),
-    ("adamw", {"eps": "small"}, TypeError, "eps must be"),
-    ("adamw", {"eps_root": -1.0}, ValueError, "eps_root must be at least 0"),
     ("adamw", {"weight_decay": None}, TypeError, "weight_decay must be"),
-    ("adamw", {"weight_decay": np.float32("-inf")}, ValueError, "must be finite, got -inf"),
-    ("adamw", {"clip_norm": -1.0}, ValueError, "clip_norm must be"),
-    ("adamw", {"clip_norm": "1"}, TypeError, "clip_norm must be"),
     ("adamw", {"mask": {"w": "no"}}, TypeError, "mask['w'] must be True or False, got 'no'"),
     ("adamw", {"mask": "biases"}, TypeError, "mask must be True or False"),
-    ("adamw", {"mu_dtype": "wide"}, TypeError, "mu_dtype must be a dtype"),
     ("adamw", {"mu_dtype": (None, None)}, TypeError, "mu_dtype must be a dtype, got (None, None)"),
     ("adamw", {"mu_dtype": jnp.uint8}, ValueError, "be float32, bfloat16, float16 or int8"),
     ("adamw", RANDOM | {"mu_dtype": F16}, ValueError, "float16 cannot be rounded stochastically"),
     ("adamw", {"nu_dtype": "half way"}, TypeError, "nu_dtype must be a dtype"),
-    ("adamw", {"master_dtype": "wide"}, TypeError, "master_dtype must be float32 or None"),
-    ("adamw", {"master_dtype": jnp.ones(3)}, TypeError, "master_dtype must be float32 or None"),
+    ("adamw", {"master_dtype": "wide"}, TypeError, "master_dtype must be a dtype, got 'wide'"),
     ("adamw", {"master_dtype": BF16}, ValueError, "master_dtype must be float32 or None"),
     ("adamw", {"seed": 0.5}, TypeError, "seed must be an integer"),
     ("adamw", {"seed": jax.random.key(0)}, TypeError, "jax.random.bits(key)"),
-    ("adamw", {"nesterov": 0.9}, TypeError, "nesterov must be True or False, got 0.9"),
-    ("adamw", {"skip_nonfinite": "no"}, TypeError, "skip_nonfinite must be True or False"),
-    ("adam", {"stochastic_rounding": 1}, TypeError, "stochastic_rounding must be True or False"),
     ("adamw", {"implementation": "cuda"}, ValueError, "implementation must be"),
     ("sgd", {"momentum": True}, TypeError, "momentum must be a number"),
-    ("sgd", {"nesterov": 0.9}, TypeError, "nesterov must be True or False"),
+    *(("adamw", {n: wrong}, e, f"{n} must be ") for n in REAL for e, wrong in NO_NUMBERS),
+    *((of, {n: 0.9}, TypeError, f"{n} must be True") for n in FLAGS for of in ("adamw", "sgd")),
 ]
 
 
-@pytest.mark.parametrize(("name", "wrong", "error", "words"), WRONG)
-def test_refuses_wrong_arguments_when_it_is_made(name, wrong, error, words):
-    with pytest.raises(error, match=re.escape(words)):
-        made(name, **wrong)
+def test_refuses_wrong_arguments_when_it_is_made():
+    for name, wrong, error, words in WRONG:
+        with pytest.raises(error, match=re.escape(words)):
+            made(name, **wrong)
 
 
 ones, MASTER = jnp.ones, {"master_dtype": F32}
@@ -543,14 +541,14 @@ WRONG_STEPS = [  # options, arguments instead of right ones, error, words
 
 
 @pytest.mark.parametrize("step", WAYS)
-@pytest.mark.parametrize(("options", "wrong", "error", "words"), WRONG_STEPS)
-def test_refuses_wrong_steps(step, options, wrong, error, words):
+def test_refuses_wrong_steps(step):
     """In few words, whatever the trees hold: no dump of them."""
-    tx = made("adamw", **options)
-    right = {"grads": PARAMS, "params": PARAMS} | wrong
-    with pytest.raises(error, match=re.escape(words)) as refused:
-        step(tx, **{"state": tx.init(right["params"])} | right)
-    assert len(str(refused.value)) < 160
+    for options, wrong, error, words in WRONG_STEPS:
+        tx = made("adamw", **options)
+        right = {"grads": PARAMS, "params": PARAMS} | wrong
+        with pytest.raises(error, match=re.escape(words)) as refused:
+            step(tx, **{"state": tx.init(right["params"])} | right)
+        assert len(str(refused.value)) < 160
 
 
 WRONG_CALLS = [
@@ -558,7 +556,6 @@ WRONG_CALLS = [
     (lambda: jaxkern.apply(TX, PARAMS, STATE, None), ValueError, "params must be the parameters"),
     (lambda: TX.update(PARAMS, STATE), ValueError, "update needs params"),
     (lambda: TX.init({"n": 3}), TypeError, "params['n'] must be a floating array, got int"),
-    (lambda: TX.init({"c": ones(2, complex)}), TypeError, "floating array, got complex64"),
     (lambda: TX.init({"w": ones(2, jnp.float8_e5m2)}), TypeError, "16 bits are the fewest"),
     (lambda: TX.init({"c": ones(2, complex)}), TypeError, "split_real_and_imaginary"),
     (lambda: BY_OTHER(loss_scale=8.0), TypeError, "loss_scale must be one of jaxkern.precision"),
@@ -568,10 +565,10 @@ WRONG_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), WRONG_CALLS)
-def test_refuses_wrong_calls(call, error, words):
-    with pytest.raises(error, match=re.escape(words)):
-        call()
+def test_refuses_wrong_calls():
+    for call, error, words in WRONG_CALLS:
+        with pytest.raises(error, match=re.escape(words)):
+            call()
 
 
 def test_complex_parameters_are_those_of_a_wrapper():

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
-from jaxkern.optim.quantise import Quantised, largest, spread, value
+from jaxkern.optim.arithmetic import Quantised, decoded, largest_of_blocks, of_elements
 from jaxkern.precision import StaticLossScale
 from tests.pairs import combinations
 from tests.test_optim import BF16, CASES, F32, WAYS, averages, fused, of_optax, tree_of, two_passes
@@ -136,13 +136,13 @@ def test_averages_in_8_bits_have_derivatives_within_a_step_alone():
     rng = np.random.default_rng(0)
     params, grads = (F32(0.1 * rng.standard_normal((16, 256))) for _ in range(2))
     coded = functools.partial(jaxkern.fused_adam, mu_dtype="int8", nu_dtype="uint8")
-    mu = Quantised(jnp.round(params * 300).astype(jnp.int8), largest(params))
-    nu = Quantised(jnp.full((16, 256), 200, jnp.uint8), largest(grads))
+    mu = Quantised(jnp.round(params * 300).astype(jnp.int8), largest_of_blocks(params))
+    nu = Quantised(jnp.full((16, 256), 200, jnp.uint8), largest_of_blocks(grads))
     state = coded(0.1).init(params)._replace(mu=mu, nu=nu)
-    decoded = [
-        value(a.codes.dtype, a.codes.astype(F32), spread(a.scale, a.codes.shape)) for a in (mu, nu)
-    ]
-    plain = jaxkern.fused_adam(0.1).init(params)._replace(mu=decoded[0], nu=decoded[1])
+    value = lambda a: decoded(
+        a.codes.dtype, a.codes.astype(F32), of_elements(a.scale, a.codes.shape)
+    )
+    plain = jaxkern.fused_adam(0.1).init(params)._replace(mu=value(mu), nu=value(nu))
 
     @jax.jit
     def slopes(grads):

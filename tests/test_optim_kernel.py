@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core.dispatch import interpret_kernels
-from jaxkern.optim import gradients, quantise, update
-from jaxkern.optim.arithmetic import Leaf, Numbers, Rule, Static, is_code, number_names
+from jaxkern.optim import arithmetic, gradients, kernel
+from jaxkern.optim.arithmetic import Leaf, StepNumbers, UpdateRule, is_code, number_names
 from jaxkern.optim.gradients import sum_of_squares
-from jaxkern.optim.update import update_leaves
+from jaxkern.optim.kernel import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
 from tests.errors import ON_GPU, running
 from tests.pairs import combinations
@@ -27,7 +27,7 @@ I8, U8 = jnp.int8, jnp.uint8
 KERNEL = "custom_call @mosaic_gpu"
 
 VALUES = (1, 0.5, 0.01, 0.1, 0.9, 0.1, 0.99, 0.01, 10, 10, 1e-8, 0.3, 0.2)
-NUMBERS = dict(zip(Numbers._fields, VALUES, strict=True))
+NUMBERS = dict(zip(StepNumbers._fields, VALUES, strict=True))
 
 
 def leaf_of(shape, dtypes, i):
@@ -38,8 +38,8 @@ def leaf_of(shape, dtypes, i):
         values = rng.standard_normal(shape).astype(np.float32)
         values, scale = np.abs(values) if name == "nu" else values, None
         if dtype in (I8, U8):
-            scale = np.abs(values).reshape(-1, quantise.BLOCK).max(1)
-            parts = values / quantise.spread(scale, shape)
+            scale = np.abs(values).reshape(-1, arithmetic.CODE_BLOCK).max(1)
+            parts = values / arithmetic.of_elements(scale, shape)
             values = 127 * parts if dtype == I8 else 255 + 12 * np.log2(parts)
             values = np.clip(np.round(values), -127, 255)
         arrays.append(None if dtype is None else jnp.asarray(values, dtype))
@@ -48,9 +48,9 @@ def leaf_of(shape, dtypes, i):
     return Leaf(*arrays, copy, *scales[2:])
 
 
-ADAM, SGD = Rule("adam"), Rule("sgd", nesterov=True)
-AHEAD = Rule("adam", nesterov=True, eps_root=True)
-RANDOM = Rule("adam", stochastic=True)
+ADAM, SGD = UpdateRule("adam"), UpdateRule("sgd", nesterov=True)
+AHEAD = UpdateRule("adam", nesterov=True, eps_root=True)
+RANDOM = UpdateRule("adam", stochastic=True)
 FULL = (F32, F32, F32, F32, None)
 KERNEL_CASES = {
     "sizes": (AHEAD, [((n,), FULL) for n in (12, 0, 1100, 8)]),
@@ -60,8 +60,8 @@ KERNEL_CASES = {
     "adam": (ADAM, [((3, 5), FULL), ((12,), FULL)]),
     "master": (ADAM, [((40,), (BF16, F32, F32, F32, BF16)), ((24,), (F16, F32, F32, F32, F16))]),
     "nu in 8 bits": (ADAM, [((256,), (F32, F32, F32, U8, None))]),
-    "nesterov": (Rule("adam", nesterov=True), [((3, 5), FULL)]),
-    "eps_root": (Rule("adam", eps_root=True), [((12,), (BF16, F32, F32, F32, BF16))]),
+    "nesterov": (UpdateRule("adam", nesterov=True), [((3, 5), FULL)]),
+    "eps_root": (UpdateRule("adam", eps_root=True), [((12,), (BF16, F32, F32, F32, BF16))]),
     "8-bit, ahead": (AHEAD, [((256,), (F32, F32, I8, U8, None))]),
     "random, odd": (RANDOM, [((3, 2), (BF16, F32, BF16, BF16, None)), ((), FULL)]),
 }
@@ -71,16 +71,16 @@ KERNEL_CASES = {
 @combinations("case", KERNEL_CASES, few=4)
 def test_kernel_is_its_twin(case, monkeypatch):
     """Several leaves in a launch; rounded at random, the same bits; or skipped, unchanged."""
-    monkeypatch.setattr(update, "may_be_split", lambda leaves: False)
+    monkeypatch.setattr(kernel, "may_be_split", lambda leaves: False)
     rule, shapes = case
     leaves = [leaf_of(shape, dtypes, i) for i, (shape, dtypes) in enumerate(shapes)]
-    statics = tuple(Static(i + 2, i != 3) for i in range(len(leaves)))
+    decays = tuple(i != 3 for i in range(len(leaves)))
     seed = jnp.array([5, 6, 7], jnp.uint32)
-    step = lambda mode, **changes: update_leaves(
-        *(rule, mode, statics),
-        Numbers(**{name: jnp.float32((NUMBERS | changes)[name]) for name in number_names(rule)}),
-        *(seed, leaves),
-    )
+
+    def step(mode, **changes):
+        values = {name: jnp.float32((NUMBERS | changes)[name]) for name in number_names(rule)}
+        return update_leaves(rule, mode, decays, StepNumbers(**values), seed, leaves)
+
     mode = "mosaic" if ON_GPU else "interpret"
     for got, want in zip(step(mode), step("xla"), strict=True):
         assert [a is None for a in got] == [a is None for a in want]
@@ -99,17 +99,6 @@ def test_kernel_is_its_twin(case, monkeypatch):
             np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=steps, atol=1e-7)
     for got, old in zip(step(mode, finite=0), leaves, strict=True):
         assert_same(got, old._replace(grad=None))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.gpu
-def test_apply_runs_the_kernel():
-    params, grads = ({"w": tree_of(seed, BF16)["w"]} for seed in range(2))
-    tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
-    step = lambda tx: jax.jit(functools.partial(jaxkern.apply, tx))(grads, tx.init(params), params)
-    want = step(tx(implementation="xla"))
-    with running("mosaic"):
-        assert_close(step(tx(implementation="mosaic")), want)
 
 
 def lowered(f, *args, donate=()):
@@ -135,8 +124,8 @@ def test_a_chain_is_one_pass():
 
 def test_kernel_works_in_place(monkeypatch):
     """Every array that is written is aliased to its operand, in few launches."""
-    monkeypatch.setattr(update, "LARGE", 1000)
-    monkeypatch.setattr(update, "MAX_REFS", 16)
+    monkeypatch.setattr(kernel, "LARGE", 1000)
+    monkeypatch.setattr(kernel, "MAX_REFS", 16)
     tx = jaxkern.fused_adamw(0.1, clip_norm=1.0, mask=lambda p: jax.tree.map(lambda a: True, p))
     params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(10)} | {"large": jnp.ones(1024)}
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # of a device, which is all
@@ -157,9 +146,9 @@ def test_mosaic_refuses_what_it_cannot():
     params = {"w": jnp.ones(4)}
     with jax.enable_x64(True):
         wide = {"w": jnp.ones(4, jnp.float64)}
-        with pytest.raises(NotImplementedError, match="dtype float64"):
+        with pytest.raises(NotImplementedError, match="grad is float64"):
             jaxkern.apply(tx, wide, tx.init(wide), wide)
-        with pytest.raises(NotImplementedError, match="a leaf has dtype float64"):
+        with pytest.raises(NotImplementedError, match="a leaf is float64"):
             jaxkern.scale_gradients(wide, SCALE, implementation="mosaic")
         assert_same(jaxkern.scale_gradients(wide, SCALE)[0], SCALE.unscale(wide))
     go = lambda g: jaxkern.apply(tx, {"w": g}, tx.init(params), params)[0]
@@ -314,3 +303,14 @@ def test_scaling_on_a_mesh(kind):
     assert finite
     np.testing.assert_allclose(norm, sum((a**2).sum() for a in grads.values()), rtol=1e-6)
     assert got["w"].sharding.spec[0] == "data"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.gpu
+def test_apply_runs_the_kernel():
+    params, grads = ({"w": tree_of(seed, BF16)["w"]} for seed in range(2))
+    tx = functools.partial(jaxkern.fused_adamw, 0.1, clip_norm=1.0, master_dtype=F32)
+    step = lambda tx: jax.jit(functools.partial(jaxkern.apply, tx))(grads, tx.init(params), params)
+    want = step(tx(implementation="xla"))
+    with running("mosaic"):
+        assert_close(step(tx(implementation="mosaic")), want)

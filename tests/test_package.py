@@ -47,6 +47,13 @@ def test_star_brings_the_public_names_and_nothing_else():
     assert set(jaxkern.__all__) == imported
 
 
+def test_inline_mlir_is_written_in_mosaic_alone():
+    package = Path(jaxkern.__file__).parent
+    importing = re.compile(r"^ *(from|import) jaxlib\.mlir\b", re.MULTILINE)
+    found = {f.parent.name for f in package.rglob("*.py") if importing.search(f.read_text())}
+    assert found == {"mosaic"}
+
+
 def test_subpackages_are_there_after_importing_the_package():
     """And nothing of them is imported before one is named."""
     program = """

@@ -1,1 +1,1 @@
-"""From a public function to the kernel that runs: checks, derivatives, passes, targets, caches."""
+"""Passes from a public function to its kernel: checks, derivatives, targets, caches."""

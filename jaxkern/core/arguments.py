@@ -123,6 +123,41 @@ def check_dtype(name: str, x: Any) -> np.dtype:
         raise TypeError(f"{name} must be a dtype, got {x!r}; e.g. jnp.float32") from e
 
 
+def floating_leaves(
+    name: str, tree: Any, *, values: bool = True, kind: Any = jnp.floating
+) -> tuple[list[Any], Any]:
+    """The leaves of a tree as arrays, all floating of at least 16 bits, and its structure.
+
+    Args:
+      name: of the tree.
+      tree: arrays and Python floats.
+      values: whether a ``jax.ShapeDtypeStruct`` will not do.
+      kind: of their dtypes.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = []
+    for path, leaf in paths:
+        if isinstance(leaf, float) and not isinstance(leaf, np.floating):
+            leaf = jnp.asarray(leaf, float)
+        dtype, struct = getattr(leaf, "dtype", None), isinstance(leaf, jax.ShapeDtypeStruct)
+        is_a = lambda kind: dtype is not None and jnp.issubdtype(dtype, kind)  # noqa: B023
+        if is_a(kind) and leaf.dtype.itemsize > 1 and not (struct and values):
+            leaves.append(leaf if struct else jnp.asarray(leaf))
+            continue
+        if struct:
+            remedy = "it needs values; call it under jax.eval_shape for shapes alone"
+        elif is_a(jnp.complexfloating):
+            remedy = "keep its parts apart, as optax.contrib.split_real_and_imaginary does"
+        elif is_a(jnp.floating):
+            remedy = "16 bits are the fewest: keep it in bfloat16, and cast it where it is used"
+        else:
+            remedy = "keep what is not trained out of the tree, or use optax.masked"
+        got = type(leaf).__name__ if dtype is None or struct else dtype
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        raise TypeError(f"{where} must be a floating array, got {got}; {remedy}")
+    return leaves, treedef
+
+
 def check_axis_names(name: str, axis: Any) -> tuple[str, ...]:
     """The names in `axis` of axes of the mesh of a ``jax.shard_map``; none for ``None``."""
     names = (axis,) if isinstance(axis, str) else () if axis is None else axis

@@ -1,7 +1,7 @@
 """Functions bound to static arguments: where those are equal, they are one function to JAX.
 
 A kernel is kept for a whole process by the equality of its :class:`Bound`, and on disk by a text
-that tells all that it depends on, :func:`identity`.
+that names all that it depends on, :func:`identity`.
 """
 
 import contextlib
@@ -81,9 +81,9 @@ def standard_promotion() -> Iterator[None]:
 
 
 @standard_promotion()
-def wide(dtype: Any) -> Any:
-    """The dtype of sums of numbers of `dtype`: at least float32."""
-    return jnp.promote_types(dtype, jnp.float32)
+def wide(*dtypes: Any) -> Any:
+    """The dtype of sums of numbers of `dtypes`: at least float32."""
+    return functools.reduce(jnp.promote_types, dtypes, jnp.float32)
 
 
 def identity(kernel: Bound, *others: Any) -> str:
@@ -99,7 +99,7 @@ def describe(value: Any) -> str:
     """Writes down a static argument: the text is equal for equal ones, in every process.
 
     Raises:
-      TypeError: `value` holds something whose text would not tell all of it, such as a function
+      TypeError: `value` holds something whose text would not identify it, such as a function
         made inside another one.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):

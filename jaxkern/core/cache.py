@@ -39,7 +39,7 @@ class UnsafeCacheWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-    """What the cache holds.
+    """Contents of the cache.
 
     Attributes:
       folder: where it is; ``None`` if it is switched off.

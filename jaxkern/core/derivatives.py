@@ -93,7 +93,7 @@ class _Rule:
     in_axes: tuple[tuple[int | None, ...], ...] = ()
 
     def cotangents(self, residuals: Arrays, douts: Arrays) -> Arrays:
-        """Computes those of the arguments that have tangents; ``None`` stands for 0."""
+        """Computes the cotangents of arguments that have tangents; ``None`` stands for 0."""
 
         def bwd(residuals: Arrays, douts: Arrays) -> Arrays:
             res = jax.tree.unflatten(self.res, residuals)
@@ -106,7 +106,7 @@ class _Rule:
         return bwd(tuple(residuals), tuple(douts))
 
     def tangents(self, types: Arrays, residuals: Arrays, tangents: Arrays) -> Arrays:
-        """Computes those of the results, by the transpose of `cotangents`."""
+        """Computes the tangents of the results, by the transpose of `cotangents`."""
         douts = tuple(ad.instantiate_zeros(ad.Zero(t)) for t in types)
         grads, transposed = jax.vjp(lambda *douts: self.cotangents(residuals, douts), *douts)
         return transposed(
@@ -137,7 +137,7 @@ ad.primitive_transposes[linear_p] = _transpose
 
 
 def _jvp(primals: Arrays, tangents: Arrays, *, residuals: int, **params: Any) -> tuple[Any, Any]:
-    """In the tangents it is linear; in the residuals it is differentiated as plain JAX."""
+    """It is linear in the tangents, and differentiated as plain JAX in the residuals."""
     params["residuals"] = residuals
     if all(isinstance(t, ad.Zero) for t in tangents[:residuals]):
         along = (*primals[:residuals], *map(ad.instantiate_zeros, tangents[residuals:]))

@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and the words for why another one does not."""
+"""Choice of an op's implementation, and the messages where one cannot run."""
 
 import contextlib
 import functools
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Protocol, cast, get_args, overload
 
 import jax
 import numpy as np
@@ -50,13 +50,52 @@ def public_op[F: Callable[..., Any]](f: F) -> F:
         is_array = {n: n in takes_arrays and isinstance(v, _ARRAYS) for n, v in given.items()}
         arrays = {name: value for name, value in given.items() if is_array[name]}
         options = tuple((n, type(v), v) for n, v in given.items() if not is_array[n])
-        # An nnx.Param may change, and the value of a number is checked, also that of an array.
+        # An nnx.Param may change, and the value of a number is checked, of an array too.
         constant = all(_is_constant(value) for _, _, value in options)
         if _interpreting or not constant:
             return checked(**given)
         return compiled(options, arrays)
 
     return cast(F, call)
+
+
+type _Pair = tuple[jax.Array, jax.Array]
+
+
+class _FinalStateOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, return_final_state: Literal[True], **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+class _LseOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, return_lse: Literal[True], **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+class _ResidualOp[**P](Protocol):
+    @overload
+    def __call__(self, *args: Any, residual: jax.Array, **options: Any) -> _Pair: ...
+    @overload
+    def __call__(self, *args: P.args, **options: P.kwargs) -> jax.Array: ...
+
+
+def final_state_op[**P](f: Callable[P, Any]) -> _FinalStateOp[P]:
+    """A `public_op` that returns a pair with ``return_final_state=True``, else one array."""
+    return cast(Any, public_op(f))
+
+
+def lse_op[**P](f: Callable[P, Any]) -> _LseOp[P]:
+    """A `public_op` that returns a pair with ``return_lse=True``, else one array."""
+    return cast(Any, public_op(f))
+
+
+def residual_op[**P](f: Callable[P, Any]) -> _ResidualOp[P]:
+    """A `public_op` that returns a pair with `residual`, else one array."""
+    return cast(Any, public_op(f))
 
 
 _ARRAYS = jax.Array | np.ndarray
@@ -77,7 +116,7 @@ def resolve(
     op: str,
     slower: str | None = None,
 ) -> Mode:
-    """What an op runs for the `implementation` its user asked for.
+    """Chooses what an op runs for the `implementation` its user asked for.
 
     Args:
       implementation: the user's word; ``None`` means the fastest.
@@ -144,7 +183,7 @@ def default_implementation(implementation: Implementation | None) -> Iterator[No
 
 @contextlib.contextmanager
 def interpret_kernels() -> Iterator[None]:
-    """Inside, ``implementation="mosaic"`` runs kernels in Pallas's interpreter, on any device.
+    """Runs kernels of ``implementation="mosaic"`` in Pallas's interpreter, on any device.
 
     For tests where there is no GPU: it shows a kernel's logic, not its races, layouts or speed.
     """

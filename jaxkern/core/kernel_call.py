@@ -48,8 +48,8 @@ def kernel_call(
       name: of the pass, e.g. ``"rms_norm_fwd"``.
       kernel: launches it.
       reference: the same in plain JAX.
-      unfit: tells of the types of `arrays` why the kernel cannot run on the GPU that it is lowered
-        for, :func:`jaxkern.core.target.current`.
+      unfit: gives, by the types of `arrays`, why the kernel cannot run on the GPU of the
+        lowering, :func:`jaxkern.core.target.current`.
       required: whether lowering fails where the kernel does not run.
       arrays: of one device.
     """
@@ -168,11 +168,11 @@ _lowered: dict[Any, Callable[..., Arrays] | str] = {}
 _lock = threading.RLock()
 
 lowerings: dict[str, int] = {}
-"""How often this process lowered a kernel, by the name of its pass; not those found on disk."""
+"""Number of kernels that this process lowered, by pass name, without the ones found on disk."""
 refused: dict[str, str] = {}
 """Why this process last lowered a pass as plain JAX for a GPU, by the name of the pass."""
 found_on_disk = 0
-"""How many kernels this process found there."""
+"""Number of kernels that this process found on disk."""
 
 
 def lowered(

@@ -3,8 +3,8 @@
 A :class:`KernelPass` is a constant of its op's module. ``FORWARD(options, *arrays)`` runs its
 kernel where the program is lowered for an NVIDIA GPU and its reference elsewhere. One line names
 the dimensions of every array: ``"... n", "n" -> "... n", "..."``. Each name is a *factor*, and
-``...`` stands for any number of them. From that line follows what JAX has to be told, in the order
-in which a call goes through the functions below:
+``...`` stands for any number of them. From that line follows what JAX needs, in the order in
+which a call goes through the functions below:
 
 1. ``_differentiable``, a ``custom_jvp``. An op's rules (:mod:`jaxkern.core.derivatives`) give
    its first derivative; the second, and forward mode, differentiate the passes themselves, which
@@ -50,8 +50,7 @@ from jaxkern.core.mesh import (
     vary_over,
     varying,
 )
-from jaxkern.core.split import Partial
-from jaxkern.core.split import Sequence as SplitSequence
+from jaxkern.core.split import Partial, SplitSequence
 from jaxkern.core.target import interpreter
 
 type OfOptions[T] = T | Callable[[Any], T]
@@ -83,9 +82,9 @@ class KernelPass:
         itself on its part (a product without what is added to it).
       kernel_of_slices: `kernel` for what ``vmap`` gives it, slices of arrays, which begin wherever
         the one before ends; by default `kernel`.
-      faster: tells of the types of one device's arrays whether the kernel is measured to be faster
+      faster: says by the types of one device's arrays whether the kernel is measured to be faster
         for them; where it is not, ``implementation=None`` takes the reference. By default it is.
-      unfit: tells of the types of one device's arrays why the kernel cannot run on the GPU that the
+      unfit: says by the types of one device's arrays why the kernel cannot run on the GPU that the
         program is lowered for, :func:`jaxkern.core.target.current`; ``None`` where it can.
       batched: whether the kernel can run under ``vmap``; if not, the reference does.
       saved_as: the results' name for the policies of ``jax.checkpoint``; by default ``"rms_norm"``
@@ -116,7 +115,7 @@ class KernelPass:
             saved_as = call.name.removesuffix("_fwd")
         return named(saved_as, full) if saved_as else full
 
-    def bind(self, options: Any, args: Arrays, mode: Mode) -> "tuple[Call, Arrays]":
+    def bind(self, options: Any, args: Arrays, mode: Mode) -> "tuple[PassCall, Arrays]":
         """Makes the function of those arrays that are given; also returns its results' types."""
         name = self.name.format(op=getattr(options, "op", ""))
         ins = of_options(self.ins, options)
@@ -126,7 +125,7 @@ class KernelPass:
         ranks = (a.ndim - len(ins[i].split()) + 1 for i, a in given.items() if "..." in ins[i])
         reference = Bound(self.reference, options, len(args), tuple(given))
         types = result_types(reference, *given.values())
-        call = Call(
+        call = PassCall(
             of=self,
             name=name,
             options=options,
@@ -141,7 +140,7 @@ class KernelPass:
 
 
 def of_options(value: Any, options: Any) -> Any:
-    """What `value` is for a pass's options, of which it may be a function."""
+    """Evaluates `value` for a pass's options, of which it may be a function."""
     return value(options) if callable(value) else value
 
 
@@ -149,7 +148,7 @@ type Factors = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class PassCall:
     """A pass with its options, as a function of those arrays that are present.
 
     Equal ones are one function to JAX, which so traces and lowers a pass once for all layers of a
@@ -181,7 +180,7 @@ class Call:
     alone: bool = False
 
     def full(self, types: Arrays, f: Callable[..., Arrays], args: Arrays) -> Arrays:
-        """All results of `f`, which takes and gives those that are not ``None``."""
+        """Results of `f`, ``None`` where absent; `f` takes and gives only what is present."""
         outs = iter(f(*(a for a in args if a is not None)))
         return tuple(None if t is None else next(outs) for t in types)
 
@@ -237,7 +236,7 @@ class Call:
     def split_over(self, mesh: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> MeshAxes:
         """Chooses the axes of a mesh over which each factor is split, by the arrays' `specs`.
 
-        A sequence that cannot be in so many parts is gathered, with a warning.
+        A sequence that cannot be split so is gathered, with a warning.
         """
         sizes, shapes = dict(mesh.shape), [a.shape for a in arrays]
         axes = split_factors(sizes, self.ins, self.whole, specs, shapes)
@@ -255,7 +254,7 @@ class Call:
         return split_factors(sizes, self.ins, self.whole | {sequence.factor}, specs, shapes)
 
     def _unfit(self, sequence: SplitSequence, parts: int, arrays: Sequence[Any]) -> str | None:
-        """Tells why the whole `arrays` cannot be in so many parts; ``None`` where they can."""
+        """Reason why the whole `arrays` cannot be split into `parts`; ``None`` where they can."""
         unfit = self.bound(lambda options, *types: sequence.unfit(options, parts, *types))
         return unfit.of_types(*arrays)
 
@@ -282,7 +281,7 @@ class Call:
     def partial(self) -> Partial | None:
         return of_options(self.of.partial, self.options)
 
-    def summed_by(self, partial: Partial) -> "Call":
+    def summed_by(self, partial: Partial) -> "PassCall":
         """Makes a call of the first step of `partial`."""
         of = self.of
         of = dataclasses.replace(
@@ -314,7 +313,7 @@ def named(op: str, outs: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _differentiable(call: Call) -> Callable[..., Arrays]:
+def _differentiable(call: PassCall) -> Callable[..., Arrays]:
     f = jax.custom_jvp(_batchable(call))
 
     @f.defjvp
@@ -328,7 +327,7 @@ def _differentiable(call: Call) -> Callable[..., Arrays]:
 # 2. vmap
 
 
-def _batchable(call: Call) -> Callable[..., Arrays]:
+def _batchable(call: PassCall) -> Callable[..., Arrays]:
     f = custom_vmap(lambda *arrays: _on_mesh(call, *arrays))
 
     @f.def_vmap
@@ -350,7 +349,7 @@ def _batchable(call: Call) -> Callable[..., Arrays]:
 # 3. Meshes
 
 
-def _on_mesh(call: Call, *arrays: Any) -> Arrays:
+def _on_mesh(call: PassCall, *arrays: Any) -> Arrays:
     if call.alone:
         return _on_device(call, *arrays)
     if call.sequence_axis:
@@ -369,7 +368,7 @@ def _on_mesh(call: Call, *arrays: Any) -> Arrays:
     return _on_auto_mesh(call, jax.config.jax_default_matmul_precision)(*arrays)
 
 
-def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
+def _on_explicit_mesh(call: PassCall, mesh: Any, arrays: Arrays) -> Arrays:
     axes = call.split_over(mesh, [jax.typeof(a).sharding.spec for a in arrays], arrays)
     in_specs = tuple(partition_spec(factors, axes) for factors in call.ins)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
@@ -387,13 +386,13 @@ def _on_explicit_mesh(call: Call, mesh: Any, arrays: Arrays) -> Arrays:
 
 
 @functools.lru_cache(maxsize=4096)
-def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
+def _on_auto_mesh(call: PassCall, precision: str | None) -> Callable[..., Arrays]:
     """Has the compiler split a pass between devices.
 
     In the program's text there is a pointer where the kernel will be once the arrays are split.
-    Whoever keeps compiled programs must tell two passes apart without it, as JAX does under
+    Whoever keeps compiled programs must distinguish two passes without it, as JAX does under
     ``jax_remove_custom_partitioning_ptr_from_cache_key``: so the name of the function around it
-    tells all that the pass depends on.
+    depends on all that the pass depends on.
     """
     ins, outs = call.ins, call.outs
 
@@ -420,7 +419,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
 
     summed = call.partial and call.summed_by(call.partial)
     summed = summed and (summed.kernel, summed.reference)
-    told = identity(
+    identified = identity(
         call.reference,
         call.of.kernel and call.kernel,
         summed,
@@ -430,7 +429,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
         whole,
         precision,
     )
-    pass_on_mesh.__name__ = f"{call.name}_{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    pass_on_mesh.__name__ = f"{call.name}_{hashlib.sha256(identified.encode()).hexdigest()[:12]}"
     return jax.jit(pass_on_mesh)
 
 
@@ -438,7 +437,7 @@ def _on_auto_mesh(call: Call, precision: str | None) -> Callable[..., Arrays]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _part(call: Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
+def _part(call: PassCall, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable[..., Arrays]:
     """Makes the function of one device, of a pass that is split over mesh axes.
 
     It is the same function each time, so that JAX traces it once and not for every call that the
@@ -466,7 +465,7 @@ def _part(call: Call, axes: tuple[tuple[str, tuple[str, ...]], ...]) -> Callable
     return part
 
 
-def _alone(outer: Call, options: Any, *args: Any, of: KernelPass | None = None) -> Arrays:
+def _alone(outer: PassCall, options: Any, *args: Any, of: KernelPass | None = None) -> Arrays:
     """Computes the pass of `outer`, or another one, on what this device has."""
     call, types = (of or outer.of).bind(options, args, outer.mode)
     call = dataclasses.replace(call, alone=True)
@@ -477,7 +476,7 @@ def _alone(outer: Call, options: Any, *args: Any, of: KernelPass | None = None) 
 # 5. Kernel or reference
 
 
-def _on_device(call: Call, *arrays: Any) -> Arrays:
+def _on_device(call: PassCall, *arrays: Any) -> Arrays:
     """Computes the pass on the arrays of one device."""
     # All inputs vary alike, or a derivative taken inside the reference would already sum over the
     # devices; all outputs do, as a kernel's vary over nothing by their type.

@@ -1,8 +1,8 @@
 """Passes whose devices need each other: sums over devices, and sequences that are split.
 
 What a pass carries along a sequence goes from one device's part to the next one's by JAX's
-collectives, in the ``part`` of its :class:`Sequence`. The devices' order along `axes` is that of
-the parts.
+collectives, in the ``part`` of its :class:`SplitSequence`. The devices' order along `axes` is the
+order of the parts.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ class Partial:
     """A pass in two steps around the sum over devices.
 
     Attributes:
-      finish: ``finish(options, *arrays, *sums)``, the arrays those of the pass, gives its results.
+      finish: ``finish(options, *arrays, *sums)`` gives the pass's results from its arrays.
       kernel, reference: give what is summed, as many arrays as the pass and shaped like them; by
         default the pass's own.
-      options: gives, of the pass's options, those of `kernel` and `reference`.
+      options: gives the options of `kernel` and `reference` from the pass's.
     """
 
     finish: Callable[..., Arrays]
@@ -42,16 +42,16 @@ class Partial:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sequence:
-    """How a pass is computed where a factor, along which it carries something, is split.
+class SplitSequence:
+    """Computation of a pass where a factor, along which it carries something, is split.
 
     Attributes:
       part: ``part(run, axes, options, *arrays)`` gives one device's results, `arrays` being its
         parts. ``run(options, *arrays)`` computes the pass on this device alone, and
         ``run(options, *arrays, of=other)`` another pass. A result that lacks the factor is the
         device's share of a sum over the devices.
-      unfit: ``unfit(options, parts, *types)`` tells why a sequence cannot be in so many parts,
-        `types` being those of the whole arrays; ``None`` where it can.
+      unfit: ``unfit(options, parts, *types)`` says why a sequence cannot be split into `parts`,
+        with the types of the whole arrays; ``None`` where it can.
       factor: its name.
     """
 
@@ -75,7 +75,7 @@ def only_if(condition: Any, value: Any) -> Any:
 
 
 def on_all(axes: str | Axes | None, last: Any) -> Any:
-    """Gives every device what the one with the last part has and the others have zeros for.
+    """Broadcasts the last part's value, for which other devices have zeros, to all devices.
 
     An axis of one device counts, too, where the type of `last` says that it varies over it.
     """
@@ -89,9 +89,9 @@ def _differs(axis: str, value: jax.Array) -> bool:
 
 
 def from_before(axes: Axes, value: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Hands each device's `value` to that of the next part; the first one has zeros.
+    """Hands each device's `value` to the device with the next part; the first one has zeros.
 
-    In reverse it goes to that of the part before, and the last one has zeros.
+    In reverse it goes to the device with the previous part, and the last one has zeros.
     """
     if value.size == 0:
         return value
@@ -113,10 +113,10 @@ def carried(
     *,
     reverse: bool = False,
 ) -> jax.Array:
-    """The state before this device's part, from that before the sequence.
+    """The state before this device's part, from the state before the sequence.
 
-    In reverse it is the state after the part, from that after the sequence. One all-gather brings
-    the carries of all parts.
+    In reverse it is the state after the part, from the state after the sequence. One all-gather
+    brings the carries of all parts.
 
     Args:
       axes: over which the sequence is split.

@@ -1,7 +1,7 @@
 """The target of a program: the GPU that it is lowered for, or Pallas's interpreter.
 
 Kernels are fitted to a GPU when a program is lowered: their tiles, their grid, whether they run at
-all. :func:`of_program` finds out which GPU that is, :func:`current` tells the launchers.
+all. :func:`of_program` finds that GPU, and launchers read it by :func:`current`.
 """
 
 import contextlib
@@ -114,7 +114,7 @@ GPUS: dict[str, Gpu] = {
 """GPUs that a program can be lowered for by name, where there is none to ask."""
 
 DEFAULT = GPUS["h200"]
-"""The GPU that is lowered for where nothing says which."""
+"""Default GPU of a lowering that names none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +230,7 @@ def current() -> Gpu | None:
 
 @contextlib.contextmanager
 def fitting_to(gpu: Gpu) -> Iterator[None]:
-    """Inside, launchers fit kernels to `gpu`, and Mosaic lowers them for it."""
+    """Has launchers inside fit kernels to `gpu`, and Mosaic lower them for it."""
     token = _current.set(gpu)
     mesh = AbstractMesh((), (), abstract_device=_device(gpu))
     try:
@@ -249,7 +249,7 @@ _interpreting = contextvars.ContextVar("interpreting", default=False)
 
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
-    """Inside, kernels that are launched run in Pallas's interpreter, and know it."""
+    """Has kernels launched inside run in Pallas's interpreter."""
     token = _interpreting.set(True)
     try:
         with plgpu.force_gpu_interpret_mode():

@@ -28,7 +28,7 @@ from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 _BLOCK = grid_axes("block")[0]
 
 _BYTES = 16
-"""A lane loads so many bytes at a time: at least of all inputs, and at most of one array."""
+"""Bytes that a lane loads at a time: at least of all inputs, and at most of one array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def launch(
         raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
     halves = tuple(a.size // size for a in arrays)
     input_bytes = sum(a.size * a.dtype.itemsize for a in ins) // size  # of an element of each
-    plan = _Plan(
+    plan = _ElementwisePlan(
         size=size,
         vec=vec,
         step=math.gcd(vec, *(a.size for a in arrays)) if sliced else vec,
@@ -123,7 +123,7 @@ def launch(
 
 
 def unit(*arrays: Any, columns: int = 0) -> int:
-    """Counts the elements of a unit of `arrays`: as many as make 16 bytes and divide `columns`.
+    """Counts the elements of a unit of `arrays`, which make 16 bytes and divide `columns`.
 
     The arguments are as for :func:`launch`.
     """
@@ -139,7 +139,7 @@ def unsupported(*, columns: int = 0, **arrays: jax.Array) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ElementwisePlan:
     size: int  # elements of an input
     vec: int  # elements of a unit
     step: int  # elements of an access
@@ -163,7 +163,7 @@ class _Plan:
         return -(-self.units // (LANES * self.each))
 
 
-def _units_of_lanes(plan: _Plan, block: jax.Array) -> list[jax.Array]:
+def _units_of_lanes(plan: _ElementwisePlan, block: jax.Array) -> list[jax.Array]:
     """The units that each lane of a block takes, (LANES,) each; past the last unit the last."""
     layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
     lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
@@ -175,7 +175,7 @@ def _units_of_lanes(plan: _Plan, block: jax.Array) -> list[jax.Array]:
 
 
 def _compute(
-    plan: _Plan,
+    plan: _ElementwisePlan,
     body: Callable[..., tuple[Any, ...]],
     seeds: Sequence[Sequence[jax.Array]],
     refs: Sequence[Any],
@@ -195,7 +195,9 @@ def _compute(
             store_units(ref, at, value, *access)
 
 
-def _locate(plan: _Plan, refs: Sequence[Any], units: jax.Array) -> list[tuple[Any, jax.Array]]:
+def _locate(
+    plan: _ElementwisePlan, refs: Sequence[Any], units: jax.Array
+) -> list[tuple[Any, jax.Array]]:
     """The array of every input and output, and the indices in it of `units`."""
     found = []
     for ref, halves in zip(refs, plan.halves, strict=True):

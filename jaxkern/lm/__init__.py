@@ -5,23 +5,19 @@ config      the configuration of a run, by flags, files of YAML and presets
 data        files of text -> bytes or tokens on disk -> batches
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
+vocabulary  embedding and loss, also split between devices
 step        one optimizer step and one evaluation, as pure functions
-evaluate    validation, of every source
 checkpoint  what a run directory holds; save, restore
-hf          checkpoints in the layout of Hugging Face
-export      writes a run in that layout
+hf          checkpoints in the layout of Hugging Face, and runs exported to it
 hf_layouts  how transformers stores each kind of model
 untrusted   reads files that a stranger may have written
 report      progress, metrics.jsonl, loss.png
 trackers    TensorBoard, Weights & Biases, a trace of some steps
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
-run         a run's folder before and around its steps: begun, resumed, continued
-program     the compiled programs of a run, and where their arrays lie
-train       the training loop: `Trainer`
-sample      decoding, of several prompts at once
-loader      a trained model in Python: `load`
-warm        lowers the kernels of a run beforehand
+train       a training run, begun or resumed: `Trainer`
+program     the compiled programs of a run, and where their arrays lie; `warm`
+sample      a trained model in Python: loaded, called, sampled from
 doctor      what would run on this machine, and why
 """
 
@@ -30,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkern.lm.loader import LanguageModel
+    from jaxkern.lm.sample import LanguageModel
     from jaxkern.lm.train import Trainer as Trainer
 
 
@@ -70,6 +66,6 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
       >>> logits = model(jnp.array([tokens]))  # (B, L) -> (B, L, vocab_size)  # doctest: +SKIP
       >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
     """
-    from jaxkern.lm import loader
+    from jaxkern.lm import sample
 
-    return loader.load(Path(folder), step=step)
+    return sample.load(Path(folder), step=step)

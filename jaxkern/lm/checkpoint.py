@@ -49,14 +49,15 @@ def is_run(out: Path) -> bool:
 
 def check_fresh(out: Path) -> None:
     """Refuse a folder that already holds a run or anything else, or is no folder."""
-    if out.exists() and not out.is_dir():
-        raise RunError(f"--out {out} is a file; name a new folder")
     if is_run(out):
         raise RunError(
             f"--out {out} already holds a run; add --resume to continue it, or name a new folder"
         )
-    if out.exists() and {path.name for path in out.iterdir()} - {"corpus", *BEFORE}:
-        raise RunError(f"--out {out} is not empty; name a new folder")
+    if out.exists():
+        if not out.is_dir():
+            raise RunError(f"--out {out} is a file; name a new folder")
+        if {path.name for path in out.iterdir()} - {"corpus", *BEFORE}:
+            raise RunError(f"--out {out} is not empty; name a new folder")
 
 
 @contextlib.contextmanager
@@ -64,8 +65,7 @@ def only_process(out: Path) -> Iterator[str]:
     """Hold the run's folder; a second process that trains in it is refused.
 
     Inside, `.lock` there has the text that is yielded, by which others tell that they see it. The
-    lock belongs to the process, so a killed one leaves none behind. A file system without locks
-    cannot tell of a second process.
+    lock belongs to the process, so a killed one leaves none behind.
     """
     import fcntl
 
@@ -77,9 +77,8 @@ def only_process(out: Path) -> Iterator[str]:
             raise RunError(
                 f"another process is training in {out}; stop it first or name another --out"
             ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-                raise
+        except OSError:  # a file system without locks
+            pass
         print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
 
@@ -120,31 +119,24 @@ def read_config(run: Path) -> dict[str, Any]:
     import yaml
 
     if not is_run(run):
-        older = '"jaxkern-lm-1"' in text_of(run / "config.json")
-        what = (
-            "is a run of an earlier version of jaxkern" if older else f"holds no run (no {_RECORD})"
-        )
-        remedy = "train again with another --out" if older else "give the --out of a jaxkern train"
-        raise RunError(f"{run} {what}; {remedy}")
+        raise RunError(f"{run} holds no run (no {_RECORD}); give the --out of a jaxkern train")
+    reason = "a table is missing"
     try:
         record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+        if (found := record["format"]) != FORMAT:
+            raise RunError(
+                f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
+                f"{FORMAT!r}; train again with another --out"
+            )
         record["flags"] = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
-        found, tables = record["format"], [record[name] for name in ("flags", "model", "data")]
+        if all(isinstance(record[name], dict) for name in ("flags", "model", "data")):
+            return record
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
-        found, tables, reason = FORMAT, [None], f"{type(error).__name__}: {error}"
-    else:
-        reason = "a table is missing"
-    if found != FORMAT:
-        raise RunError(
-            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
-            f"{FORMAT!r}; train again with another --out"
-        )
-    if not all(isinstance(table, dict) for table in tables):
-        raise RunError(
-            f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
-            "another --out"
-        )
-    return record
+        reason = f"{type(error).__name__}: {error}"
+    raise RunError(
+        f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
+        "another --out"
+    )
 
 
 def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
@@ -215,18 +207,16 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
     Raises:
         RunError: there is none, or none that can be read.
     """
-    there = steps(run)
+    there, damaged = steps(run), list[str]()
     if step is not None and step not in there:
         known = ", ".join(map(str, there)) or "none"
         raise RunError(f"{run} has no checkpoint of step {step}; it has {known}")
     if not there:
         raise RunError(f"{run} has no checkpoint yet; train it for longer")
-    damaged: list[str] = []
     with contextlib.closing(_manager(run, peers)) as manager:
         for at in [step] if step is not None else reversed(there):
             try:
-                state, data = _read(manager, at, like)
-                return Restored(at, state, data, damaged)
+                return Restored(at, *_read(manager, at, like), damaged)
             except Exception as error:  # whatever orbax, JSON and the system say of such files
                 reason = " ".join(str(error).split())[:200] or type(error).__name__
                 path = run / _CHECKPOINTS / str(at)
@@ -236,11 +226,7 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
 
 
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
-    """The arrays and the iterator's state of a checkpoint.
-
-    Raises:
-        Exception: of any kind, where it cannot be read.
-    """
+    """The arrays and the iterator's state of a checkpoint; any exception if it cannot be read."""
     import orbax.checkpoint as ocp
 
     given = ocp.checkpoint_utils.construct_restore_args(like)
@@ -279,13 +265,16 @@ class Saver:
     """
 
     def __init__(self, run: Path, *, keep: int, like: Any = None, peers: Alone = ALONE):
-        self._copy = (lambda state: state) if like is None else _copy_on_devices(like)
+        self._copy, self._beside = lambda state: state, like is not None
+        if self._beside:  # compiled now, so that no step waits for it
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
+            copy = lambda tree: jax.tree.map(jnp.copy, tree)
+            self._copy = jax.jit(copy, out_shardings=shardings).lower(like).compile()
         self._folder = run / _CHECKPOINTS
         if peers.main:
             self._folder.mkdir(parents=True, exist_ok=True)
         peers.share(lambda: None)  # all see it
         options = {"max_to_keep": keep, "cleanup_tmp_directories": True}
-        self._beside = like is not None
         self._manager = _manager(run, peers, beside=self._beside, **options)
         self._begun: tuple[int, Any, dict[str, Any]] | None = None
 
@@ -348,18 +337,15 @@ def _manager(
     )
     data = ocp.JsonCheckpointHandler(multiprocessing_options=several)
     options |= {"create": False, "multiprocessing_options": several}
-    return ocp.CheckpointManager(
+    manager = ocp.CheckpointManager(
         (run / _CHECKPOINTS).resolve(),
         item_handlers={"state": arrays, "data": data},
         options=ocp.CheckpointManagerOptions(**options),
     )
-
-
-def _copy_on_devices(like: Any) -> Any:
-    """A program that copies arrays like these where they are."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
-    copy = lambda tree: jax.tree.map(jnp.copy, tree)
-    return jax.jit(copy, out_shardings=shardings).lower(like).compile()
+    # Processes stop after the latest step that one of them asks JAX about. orbax would ask about
+    # those it saves, which are over, and the run would never come to the step that is agreed on.
+    manager.reached_preemption = lambda step: False
+    return manager
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:

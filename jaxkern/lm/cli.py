@@ -16,17 +16,35 @@ import operator
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 from tyro.conf import UseAppendAction, subcommand
 
 from jaxkern.lm import stop
-from jaxkern.lm.config import ALIASES, FlagError, RunError, TrainConfig, axes_of, check_values
+from jaxkern.lm.config import (
+    ALIASES,
+    FlagError,
+    Rule,
+    RunError,
+    Size,
+    TrainConfig,
+    Whole,
+    axes_of,
+    check_fields,
+)
+
+_PROFILE = Rule(
+    "STEP:COUNT, such as 100:5",
+    lambda text: re.fullmatch(r"auto|[1-9]\d{0,8}(:[1-9]\d{0,8})?", text),
+)
+_COORDINATOR = Rule(
+    "HOST:PORT, such as node1:62100",
+    lambda text: (found := re.fullmatch(r".+:([1-9]\d{0,4})", text)) and int(found[1]) < 65536,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,9 +57,9 @@ class Train(TrainConfig):
     Attributes:
       config: a file of YAML with these names and values, such as the config.yaml of a run.
       out: new folder for the run; by default runs/PRESET-DATE-TIME.
-      resume: continue the run in --out from its last checkpoint; of the other flags, --steps may
-        grow, and --devices, --parallel, --mesh, --implementation, --remat, --log-every, --log-to
-        (none ends it), --checkpoint-every, --keep and --data-cache may change.
+      resume: continue the run in --out from its last checkpoint. Of the other flags --steps may
+        grow, and --devices, --parallel, --mesh, --implementation, --remat, --log-every, --log-to,
+        which none ends, --checkpoint-every, --keep and --data-cache may change.
       profile: steps to trace, for TensorBoard and Perfetto, into the run's folder, as STEP:COUNT;
         alone it takes 5, soon after the first.
       coordinator: host and port that process 0 listens to, the same for every process of the run;
@@ -53,19 +71,10 @@ class Train(TrainConfig):
     config: Path | None = None
     out: Path | None = None
     resume: bool = False
-    profile: str | None = None
-    coordinator: str | None = None
-    processes: int | None = None
-    process: int | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.profile and not re.fullmatch(r"auto|[1-9]\d{0,8}(:[1-9]\d{0,8})?", self.profile):
-            raise FlagError("profile", f"must be STEP:COUNT, such as 100:5, got {self.profile!r}")
-        host, _, port = (self.coordinator or "host:1").rpartition(":")
-        if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-            rule = "must be HOST:PORT, such as node1:62100"
-            raise FlagError("coordinator", f"{rule}, got {self.coordinator!r}")
+    profile: Annotated[str, _PROFILE] | None = None
+    coordinator: Annotated[str, _COORDINATOR] | None = None
+    processes: Size | None = None
+    process: Whole | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,16 +116,18 @@ class Sample:
     hf: Path | None = None
     prompt: UseAppendAction[tuple[str, ...]] = ()
     prompts: Path | None = None
-    length: int = 400
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 1.0
-    seed: int = 0
+    length: Size = 400
+    temperature: Annotated[
+        float, Rule("0, or from 0.0001 to 10000", lambda t: t == 0 or 1e-4 <= t <= 1e4)
+    ] = 0.8
+    top_k: Whole = 40
+    top_p: Annotated[float, Rule("from 1e-06 to 1", lambda p: 1e-6 <= p <= 1)] = 1.0
+    seed: Whole = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     timing: bool = False
 
     def __post_init__(self):
-        check_values(self)
+        check_fields(self)
         if (self.run is None) == (self.hf is None):
             raise FlagError("run", "or --hf must be given, and not both")
 
@@ -137,11 +148,11 @@ class Export:
 
     run: Path
     hf: Path
-    step: int | None = None
+    step: Size | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __post_init__(self):
-        check_values(self)
+        check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,15 +166,8 @@ class Doctor:
     empty_cache: bool = False
 
 
-_COMMANDS: dict[str, Any] = {
-    "train": Train,
-    "sample": Sample,
-    "export": Export,
-    "warm": Warm,
-    "doctor": Doctor,
-}
 _ALONE = {"--remat": "layer", "--profile": "auto"}
-"""What flags mean that are given without a value."""
+"""Values of flags that are given without one."""
 
 
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -182,16 +186,21 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     try:
         args = _spelled(argv)
         with contextlib.redirect_stderr(told):
-            kinds = [_subcommand(name, kind, args) for name, kind in _COMMANDS.items()]
+            kinds = [_subcommand(each, kind, args) for each, (kind, _) in _COMMANDS.items()]
             parsed: Any = tyro.cli(
-                tyro.conf.OmitSubcommandPrefixes[_union(kinds)],
+                tyro.conf.OmitSubcommandPrefixes[Union[*kinds]],
                 args=args,
                 prog="jaxkern",
                 description="Train and sample language models of Mamba blocks and attention.",
             )
-        flags = _given(parsed, args)
+        flags = dict(vars(parsed))
+        if isinstance(parsed, TrainConfig):
+            names = re.findall(r"^--(?:no-)?([^=\n]+)", "\n".join(args), re.MULTILINE)
+            names = [re.sub(r"\.no_", ".", each.replace("-", "_")) for each in names]
+            flags = {each: operator.attrgetter(each)(parsed) for each in names}
         if isinstance(parsed, Warm) and "gpu" not in flags:
             raise FlagError("gpu", "must be given")
+        return name, flags
     except RunError as error:
         line = str(error)
     except SystemExit as exit:
@@ -199,18 +208,13 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
             raise
         # tyro draws a box: a title, what is wrong, a rule, and what may help.
         rows = (row.strip("│ ") for row in told.getvalue().splitlines()[1:])
-        rows = itertools.dropwhile(_is_rule, rows)
-        line = " ".join(itertools.takewhile(lambda row: not _is_rule(row), rows))
+        is_rule = lambda row: not row.strip("-─╰╯")
+        rows = itertools.dropwhile(is_rule, rows)
+        line = " ".join(itertools.takewhile(lambda row: not is_rule(row), rows))
         line = re.sub(r"^Error parsing \S*model: ", "--model.", line)
-    else:
-        return name, flags
     command = f"jaxkern {name}" if name in _COMMANDS else "jaxkern"
     print(f"jaxkern: error: {line} (see {command} --help)", file=sys.stderr)
     raise SystemExit(2)
-
-
-def _is_rule(row: str) -> bool:
-    return not row.strip("-─╰╯")
 
 
 def _spelled(argv: Sequence[str]) -> list[str]:
@@ -222,22 +226,14 @@ def _spelled(argv: Sequence[str]) -> list[str]:
     args: list[str] = []
     for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")
-        if flag.startswith("--") and flag[2:] in ALIASES:
-            arg = f"--{ALIASES[flag[2:]]}{equals}{value}"
-        empty = (equals and not value) or after == ""
-        if flag.startswith("--") and empty and flag != "--prompt":
+        if flag.startswith("--") and flag != "--prompt" and ((equals and not value) or after == ""):
             raise FlagError(flag[2:], "must have a value, got ''")
+        if flag.startswith("--"):
+            arg = f"--{ALIASES.get(flag[2:], flag[2:])}{equals}{value}"
         args.append(arg)
         if arg in _ALONE and after.startswith("--"):
             args.append(_ALONE[arg])
     return args
-
-
-def _union(kinds: list[Any]) -> Any:
-    union = kinds[0]
-    for kind in kinds[1:]:
-        union |= kind
-    return union
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,28 +244,15 @@ class _Base:
 
 def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
     """A command as tyro takes it; a configuration has the defaults of its preset and file."""
-    if issubclass(kind, TrainConfig):
-        base = _Base()
-        if args[:1] == [name]:
-            base, _ = tyro.cli(_Base, args=args[1:], return_unknown_args=True, add_help=False)
-        flags = {} if base.preset is None else {"preset": base.preset}
-        config = TrainConfig.from_flags(flags, base.config)
-        names = [field.name for field in dataclasses.fields(TrainConfig)]
-        default = kind(**{name: getattr(config, name) for name in names})
-        return Annotated[kind, subcommand(name, default=default)]
-    return Annotated[kind, subcommand(name)]
-
-
-def _given(parsed: Any, args: list[str]) -> dict[str, Any]:
-    """The flags of a command; of a configuration only those among its arguments."""
-    if not isinstance(parsed, TrainConfig):
-        return dict(vars(parsed))
-    names = [arg[2:].partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
-    flags = {}
-    for name in names:
-        name = re.sub(r"(^|\.)no_", r"\1", name)  # of --no-pack
-        flags[name] = operator.attrgetter(name)(parsed)
-    return flags
+    if not issubclass(kind, TrainConfig):
+        return Annotated[kind, subcommand(name)]
+    base = _Base()
+    if args[:1] == [name]:
+        base, _ = tyro.cli(_Base, args=args[1:], return_unknown_args=True, add_help=False)
+    flags = {} if base.preset is None else {"preset": base.preset}
+    config = TrainConfig.from_flags(flags, base.config)
+    values = vars(config) | {"parallel": None, "mesh": ""}  # a flag of one stands for both
+    return Annotated[kind, subcommand(name, default=kind(**values))]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -289,30 +272,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Text of any language is sampled, and not every terminal can show it.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
-    commands = {
-        "train": _train,
-        "sample": _sample,
-        "export": _export,
-        "warm": _warm,
-        "doctor": _doctor,
-    }
     from jaxkern.lm import processes
 
-    try:
-        code = _run(commands[name], flags)
-    except Exception:  # a bug, whose stack trace is to be seen before JAX waits for others
-        if not processes.current.name:
-            raise
-        traceback.print_exc()
-        code = 1
-    return processes.current.leave(code)
+    return processes.current.leave(_run(_COMMANDS[name][1], flags))
 
 
-def _run(command: Callable[[dict[str, Any]], None], args: dict[str, Any]) -> int:
+def _run(command: Callable[[dict[str, Any]], None], flags: dict[str, Any]) -> int:
     """Run a command, and tell in a line of what a user can put right; returns the exit code."""
+    from jaxkern.lm import processes
+
     with stop.handled():
         try:
-            command(args)
+            command(flags)
         except RunError as error:
             return _fail(f"error: {error}")
         except stop.Stopped as stopped:
@@ -323,23 +294,25 @@ def _run(command: Callable[[dict[str, Any]], None], args: dict[str, Any]) -> int
             # An extension module that a signal interrupts may raise an error of its own.
             if (signum := stop.requested()) is not None:
                 return _fail(str(stop.Stopped(signum)), 128 + signum)
-            message = _explain(error)
-            if message is None:
+            if message := _explain(error):
+                return _fail(f"error: {message}")
+            if not processes.current.name:
                 raise
-            return _fail(f"error: {message}")
+            traceback.print_exc()  # of a bug, before JAX waits for the other processes
+            return 1
     return 0
 
 
 def _fail(message: str, code: int = 1) -> int:
     """Print a line to stderr; on a terminal it may come after half a line on stdout."""
+    from jaxkern.lm import processes
+
     stop.discard_closed_output()
     with contextlib.suppress(OSError):
         if code > 128 and sys.stdout.isatty() and sys.stderr.isatty():
             print(file=sys.stderr)
     # Where several processes share a terminal, each has a name.
-    processes = sys.modules.get("jaxkern.lm.processes")
-    name = processes.current.name if processes else ""
-    stop.tell(name + " ".join(message.split()))
+    stop.tell(processes.current.name + " ".join(message.split()))
     return code
 
 
@@ -371,53 +344,36 @@ def _explain(error: BaseException) -> str | None:
 def _train(flags: dict[str, Any]) -> None:
     from jaxkern.lm import processes
 
-    if "init_hf" in flags:
-        _need_packages("train --init-hf", safetensors="safetensors")
-    else:
-        _need_packages("train")
+    _need_packages("train", *(["safetensors"] if "init_hf" in flags else []))
     names = "coordinator", "processes", "process"
     found = processes.find(*(flags.pop(name, None) for name in names))
-    with processes.joined(found, flags) as peers:
-        _train_as(peers, flags)
+    with processes.joined(found, flags):
+        _start_jax()
+        from jaxkern.lm.train import train
 
-
-def _train_as(peers: Any, flags: dict[str, Any]) -> None:
-    """Train as one of the processes of a run."""
-    resume, profile = flags.pop("resume", False), flags.pop("profile", None)
-    out, file = flags.pop("out", None), flags.pop("config", None)
-    if resume and (out is None or file is not None):
-        raise RunError(
-            "--resume needs --out, the folder of the run to continue"
-            + ("" if file is None else ", and has its config.yaml; leave --config out")
-        )
-    if out is None:
-        named = flags.get("preset") or flags.get("init_hf") or (file and file.stem)
-        begun = peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
-        out = Path("runs", f"{Path(named or TrainConfig.preset).resolve().name}-{begun}")
-    _start_jax()
-    from jaxkern.lm.train import train
-
-    train(flags, out, file=file, resume=resume, profile=profile)
+        train(flags)
 
 
 def _sample(flags: dict[str, Any]) -> None:
-    run, folder = flags.pop("run"), flags.pop("hf")
-    prompts = _prompts(flags.pop("prompt"), flags.pop("prompts"))
-    if folder is None:
-        _need_packages("sample")
-    else:
-        _need_packages("sample --hf", safetensors="safetensors", tokenizers="tokenizers")
+    run, folder, file = (flags.pop(name) for name in ("run", "hf", "prompts"))
+    prompts = [*flags.pop("prompt")]
+    if file is not None:
+        lines = file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
+        prompts += [line.removesuffix("\r") for line in lines if line.strip()]
+        if not prompts:
+            raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
+    _need_packages("sample", *(["safetensors", "tokenizers"] if folder else []))
     _start_jax()
-    from jaxkern.lm import loader, sample
+    from jaxkern.lm import sample
 
     if folder is None:
-        model, notes = loader.load_run(run)
+        model, notes = sample.load_run(run)
         for note in notes:
             stop.tell(f"warning: {note}")
     else:
-        model = loader.load_hf(folder)
+        model = sample.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None
-    loader.write(model, prompts, timing=timing, **flags)
+    model.write(prompts or [""], timing=timing, **flags)
     if timing is not None:
         stop.tell(str(timing))
 
@@ -433,9 +389,9 @@ def _prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
 
 
 def _export(flags: dict[str, Any]) -> None:
-    _need_packages("export", safetensors="safetensors")
+    _need_packages("export", "safetensors")
     _start_jax()
-    from jaxkern.lm.export import export
+    from jaxkern.lm.hf import export
 
     export(flags.pop("run"), flags.pop("hf"), **flags)
 
@@ -444,21 +400,20 @@ def _warm(flags: dict[str, Any]) -> None:
     _need_packages("warm")
     gpu, file = flags.pop("gpu"), flags.pop("config", None)
     config = TrainConfig.from_flags(flags, file)
-    if config.devices in ("auto", "all"):
-        if config.parallel != TrainConfig.parallel and not config.mesh:
-            raise RunError(
-                f"--parallel {config.parallel} does not say how many GPUs share that; add "
-                "--devices with their number"
-            )
-        devices = math.prod(axes_of(config.mesh).values()) if config.mesh else 1
-    else:
+    devices = math.prod(axes_of(config.mesh).values())
+    if config.devices not in ("auto", "all"):
         devices = int(config.devices)
+    elif config.parallel and not config.mesh:
+        raise RunError(
+            f"--parallel {config.parallel} does not say how many GPUs share that; add --devices "
+            "with their number"
+        )
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     )
-    from jaxkern.lm.warm import warm
+    from jaxkern.lm.program import warm
 
     warm(config, gpu, devices)
 
@@ -488,17 +443,20 @@ def _start_jax() -> None:
         ) from None
 
 
-def _need_packages(command: str, **more: str) -> None:
+def _need_packages(command: str, *more: str) -> None:
     """Raises RunError with the packages that are missing, by what installs them from anywhere."""
-    packages = {
-        "flax": "flax",
-        "orbax-checkpoint": "orbax",
-        "matplotlib": "matplotlib",
-        "tqdm": "tqdm",
-        **more,
-    }
-    missing = [name for name, module in packages.items() if not importlib.util.find_spec(module)]
-    if missing:
+    packages = "flax", "orbax-checkpoint", "matplotlib", "tqdm", *more
+    there = lambda package: importlib.util.find_spec(package.partition("-")[0])
+    if missing := [package for package in packages if not there(package)]:
         raise RunError(
             f"jaxkern {command} needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
         )
+
+
+_COMMANDS: dict[str, tuple[Any, Callable[[dict[str, Any]], None]]] = {
+    "train": (Train, _train),
+    "sample": (Sample, _sample),
+    "export": (Export, _export),
+    "warm": (Warm, _warm),
+    "doctor": (Doctor, _doctor),
+}

@@ -13,9 +13,10 @@ import math
 import numbers
 import os
 import re
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import yaml
 
@@ -36,65 +37,81 @@ class FlagError(RunError):
         self.name, self.what = name, what
 
 
-class SplitError(RunError):
-    """A run that devices cannot share as it is asked; `what` is the message without its remedy."""
+class Rule(NamedTuple):
+    """A rule for the values of a field, in its type: ``Annotated[int, Rule("even", …)]``."""
 
-    def __init__(self, what: str, remedy: str):
-        super().__init__(f"{what}; {remedy}")
-        self.what = what
+    words: str
+    holds: Callable[[Any], Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """The numbers that a flag may have."""
+_INT32 = "from 1 to 2^31 - 1", "from 0 to 2^31 - 1"  # counters of steps, sizes of axes
+Count = Annotated[int, Rule(_INT32[0], lambda value: 1 <= value < 2**31)]
+Whole = Annotated[int, Rule(_INT32[1], lambda value: 0 <= value < 2**31)]
+Size = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
+Positive = Annotated[float, Rule("above 0 and finite", lambda value: 0 < value < math.inf)]
+Below1 = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
+# A float32, and its product with the schedule's factors.
+Float32 = Annotated[float, Rule("from 1e-30 to 1e+30", lambda value: 1e-30 <= value <= 1e30)]
 
-    kind: Callable[[Any], Any]  # int or float
-    low: float
-    high: float = math.inf
-    zero: bool = False  # is allowed although it is lower
+_WORDS = {str: "a text", bool: "True or False", int: "a whole number", float: "a number"}
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))
 
-    def check(self, value: Any) -> Any:
-        """Return `value`; raise ValueError if it is of another kind or not within the limits."""
-        kind: Any = numbers.Integral if self.kind is int else numbers.Real
-        if not isinstance(value, kind) or isinstance(value, bool) or not math.isfinite(value):
-            raise ValueError(value)
-        if not self.low <= value <= self.high and not (self.zero and value == 0):
-            raise ValueError(value)
+
+def check_fields(config: Any, prefix: str | None = "") -> None:
+    """Bring the fields of a dataclass to their types, and refuse what is of none or breaks a rule.
+
+    Lists become tuples, and texts such as 1e-3, which is one to YAML, numbers where these belong.
+
+    Args:
+      config: the instance, in its ``__post_init__``.
+      prefix: of the flags that the fields are; ``None`` if they are arguments of Python alone.
+
+    Raises:
+      FlagError: a value is wrong; ValueError or TypeError if `prefix` is ``None``.
+    """
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        try:
+            typed = _typed(_hints(type(config))[field.name], value)
+        except (TypeError, ValueError) as error:
+            what = f"must be {error}, got {value!r:.80}"
+            if prefix is None:
+                raise type(error)(f"{field.name} {what}") from None
+            raise FlagError(prefix + field.name, what) from None
+        object.__setattr__(config, field.name, typed)
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """The value as that type; TypeError or ValueError says what it must be."""
+    kinds = get_args(hint)
+    if hasattr(hint, "__metadata__"):  # Annotated
+        value = _typed(hint.__origin__, value)
+        for rule in hint.__metadata__:
+            if isinstance(rule, Rule) and not rule.holds(value):
+                raise ValueError(rule.words)
         return value
+    if type(None) in kinds:
+        try:
+            return None if value is None else _typed(kinds[0], value)
+        except TypeError as error:
+            raise TypeError(f"{error} or None") from None
+    if get_origin(hint) is Literal:
+        if value not in kinds:
+            raise ValueError(f"one of {', '.join(kinds)}")
+        return value
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError("a list")
+        return tuple(_typed(kinds[0], each) for each in value)
+    if hint is float and isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    of_kind = isinstance(value, _NUMBERS.get(hint, hint))
+    if not of_kind or (isinstance(value, bool) and hint is not bool):
+        raise TypeError(_WORDS.get(hint, f"a {hint.__name__}"))
+    return hint(value) if hint in _NUMBERS else value
 
-    def __str__(self) -> str:
-        kind = "a whole number" if self.kind is int else "a number"
-        zero = "0, or " if self.zero else ""
-        if self.high == math.inf:
-            return f"{zero}{kind}, at least {self.low:g}"
-        high = "2^31 - 1" if self.high == _INT32 else f"{self.high:g}"
-        return f"{zero}{kind} from {self.low:g} to {high}"
-
-
-_INT32 = 2**31 - 1  # counters of steps, sizes of axes
-_COUNT, _WHOLE = Limits(int, 1, _INT32), Limits(int, 0, _INT32)
-_BELOW_1 = Limits(float, 0, 0.99999)
-
-LIMITS = {
-    **dict.fromkeys(("steps", "batch_size", "seq_len", "vocab_size", "keep"), _COUNT),
-    **dict.fromkeys(("log_every", "eval_every", "eval_batches", "checkpoint_every"), _COUNT),
-    **dict.fromkeys(("grad_accum", "decay"), _COUNT),
-    **dict.fromkeys(("seed", "warmup"), _WHOLE),
-    "lr": Limits(float, 1e-30, 1e30),  # a float32, and its product with the schedule's factors
-    "final": Limits(float, 0, 1),
-    "b1": _BELOW_1,
-    "b2": _BELOW_1,
-    "eps": Limits(float, 1e-30, 1e30),
-    "weight_decay": Limits(float, 0, 1e30),
-    "clip_norm": Limits(float, 1e-30, 1e30),
-    "length": Limits(int, 1),
-    "temperature": Limits(float, 1e-4, 1e4, zero=True),
-    "top_k": Limits(int, 0),
-    "top_p": Limits(float, 1e-6, 1),
-    "processes": Limits(int, 1),
-    "process": Limits(int, 0),
-    "step": Limits(int, 1),
-}
 
 Axis = Literal["data", "sequence", "fsdp", "tensor"]
 AXES: tuple[Axis, ...] = get_args(Axis)
@@ -104,13 +121,10 @@ Over `sequence` these are states of the scans, which do not grow with the length
 sequences on a device fewer bytes than a layer's matrices, over `fsdp`.
 """
 
-Tracker = Literal["tensorboard", "wandb"]
-TRACKERS: tuple[Tracker, ...] = get_args(Tracker)
-
 Remat = Literal["none", "cheap", "scan", "layer"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
 DEFAULT_REMAT: Remat = "none"
-"""What the backward computes again, from nothing to whole layers."""
+"""Levels of recomputation in the backward, from nothing to whole layers."""
 
 BLOCKS = ("mamba", "mamba2")
 """The state space blocks; every model has layers of one of them."""
@@ -126,26 +140,26 @@ class ModelConfig:
     Attributes:
       d_model: width of the residual stream.
       n_layers: how many layers.
-      layers: their kinds in order, such as ``"mamba2"`` or ``"mamba2*7, attention"``: names of
-        :data:`LAYERS`, each with how often it stands there. Shorter than `n_layers` it repeats, and
-        then divides it. All blocks of a model are Mamba's or Mamba-2's.
-      d_state: states a channel of a block; ``None`` for 16 of Mamba and 128 of Mamba-2.
+      layers: their kinds in order, such as "mamba2" or "mamba2*7, attention": mamba, mamba2,
+        attention, mlp (relu²) or swiglu, each with how often it stands there. Shorter than
+        n_layers it repeats, and then divides it. All blocks of a model are Mamba's or Mamba-2's.
+      d_state: states a channel of a block; None for 16 of Mamba and 128 of Mamba-2.
       d_conv: taps of a block's convolution.
-      expand: inner channels of a block, in `d_model`.
+      expand: inner channels of a block, in d_model.
       head_dim: channels a head of Mamba-2.
       n_groups: groups of heads of Mamba-2 that share B and C.
-      norm_groups: groups of channels that Mamba-2 normalises together; ``None`` for `n_groups`.
-      norm_eps: of the norm in Mamba-2; ``None`` for `eps`.
-      dt_rank: width of the projection to Mamba's step sizes; ``None`` for `d_model` / 16.
+      norm_groups: groups of channels that Mamba-2 normalises together; None for n_groups.
+      norm_eps: of the norm in Mamba-2; None for eps.
+      dt_rank: width of the projection to Mamba's step sizes; None for d_model / 16.
       dt_limit: least and largest step size of Mamba-2.
       use_bias: whether the projections of a block have biases.
       use_conv_bias: whether its convolution has one.
-      n_heads: query heads of attention; ``None`` for as many as `d_model` has 64 channels.
-      n_kv_heads: heads of keys and values, a divisor of `n_heads`; ``None`` for `n_heads`.
-      attention_head_dim: channels a head of attention; ``None`` for `d_model` / `n_heads`.
+      n_heads: query heads of attention; None for as many as d_model has 64 channels.
+      n_kv_heads: heads of keys and values, a divisor of n_heads; None for n_heads.
+      attention_head_dim: channels a head of attention; None for d_model / n_heads.
       rotary_dim: channels of such a head that positions rotate, the first ones; 0 for none.
       rope_theta: the base of the rotations' wavelengths.
-      d_mlp: width of an MLP; ``None`` for 4 · `d_model`.
+      d_mlp: width of an MLP; None for 4 · d_model.
       vocab_size: tokens that there are.
       tie_embeddings: whether the output layer is the embedding, transposed.
       eps: of the norms before the layers and of the last one.
@@ -153,7 +167,7 @@ class ModelConfig:
 
     Raises:
       TypeError: a value is of another type.
-      ValueError: a number is out of range, does not divide what it must, or `layers` does not fit.
+      ValueError: a number is out of range, does not divide what it must, or layers does not fit.
 
     Example:
       >>> from jaxkern.lm.config import ModelConfig
@@ -162,82 +176,60 @@ class ModelConfig:
       (('mamba2', 'attention'), 3, 24)
     """
 
-    d_model: int
-    n_layers: int
+    d_model: Size
+    n_layers: Size
     layers: str = "mamba"
     _: dataclasses.KW_ONLY
-    d_state: int | None = None
-    d_conv: int = 4
-    expand: int = 2
-    head_dim: int = 64
-    n_groups: int = 1
-    norm_groups: int | None = None
-    norm_eps: float | None = None
-    dt_rank: int | None = None
+    d_state: Size | None = None
+    d_conv: Size = 4
+    expand: Size = 2
+    head_dim: Size = 64
+    n_groups: Size = 1
+    norm_groups: Size | None = None
+    norm_eps: Positive | None = None
+    dt_rank: Size | None = None
     dt_limit: tuple[float, float] = (0.0, math.inf)
     use_bias: bool = False
     use_conv_bias: bool = True
-    n_heads: int | None = None
-    n_kv_heads: int | None = None
-    attention_head_dim: int | None = None
-    rotary_dim: int = 0
-    rope_theta: float = 1e4
-    d_mlp: int | None = None
-    vocab_size: int = 256
+    n_heads: Size | None = None
+    n_kv_heads: Size | None = None
+    attention_head_dim: Size | None = None
+    rotary_dim: Annotated[int, Rule("at least 0", lambda value: value >= 0)] = 0
+    rope_theta: Positive = 1e4
+    d_mlp: Size | None = None
+    vocab_size: Size = 256
     tie_embeddings: bool = True
-    eps: float = 1e-5
-    dropout: float = 0.0
+    eps: Positive = 1e-5
+    dropout: Below1 = 0.0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            name = field.name
-            value: Any = getattr(self, name)
-            told, right = _TYPES.get(field.type, (None, object))
-            if not isinstance(value, right) or (isinstance(value, bool) and field.type is not bool):
-                raise TypeError(f"{name} must be {told}, got {value!r}")
-            if isinstance(value, (bool, str, type(None), tuple, list)):
-                continue
-            zero = name in ("rotary_dim", "dropout")
-            if not 0 <= value < math.inf or (value == 0 and not zero):
-                whole = field.type in (int, int | None)
-                rule = f"at least {1 - zero}" if whole else "above 0 and finite"
-                raise ValueError(f"{name} must be {rule}, got {value!r}")
-        if self.dropout >= 1:
-            raise ValueError(f"dropout must be below 1, got {self.dropout!r}")
-        object.__setattr__(self, "dt_limit", tuple(self.dt_limit))  # of a list, from a file
-        numbers_only = all(isinstance(each, numbers.Real) for each in self.dt_limit)
-        if len(self.dt_limit) != 2 or not numbers_only or self.dt_limit[0] > self.dt_limit[1]:
+        check_fields(self, prefix=None)
+        if len(self.dt_limit) != 2 or not self.dt_limit[0] <= self.dt_limit[1]:
             raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
-        if "mamba2" in self.kinds:
-            self._check_mamba2()
-        if "attention" in self.kinds:
-            self._check_attention()
-
-    def _check_mamba2(self) -> None:
-        inner = self.expand * self.d_model
-        for name, told, whole in (
-            ("head_dim", "the inner channels, expand · d_model", inner),
-            ("n_groups", "the heads, expand · d_model / head_dim", inner // self.head_dim),
-            ("norm_groups", "the inner channels, expand · d_model", inner),
-        ):
-            value = getattr(self, name)
-            if value is not None and whole % value:
-                raise ValueError(f"{name} must divide {told} = {whole}, got {value}")
-
-    def _check_attention(self) -> None:
         (queries, keys), width = self.heads
-        if self.attention_head_dim is None and self.d_model % queries:
-            raise ValueError(
-                f"n_heads must divide d_model = {self.d_model}, got {queries}; or give "
-                "attention_head_dim"
-            )
-        if queries % keys:
-            raise ValueError(f"n_kv_heads must divide n_heads = {queries}, got {keys}")
-        if self.rotary_dim > width or self.rotary_dim % 2:
-            raise ValueError(
-                f"rotary_dim must be even and at most the {width} channels of a head of attention, "
-                f"got {self.rotary_dim}"
-            )
+        inner, divisors = self.expand * self.d_model, []
+        if "mamba2" in self.kinds:
+            told = "the inner channels, expand · d_model"
+            of_heads = "the heads, expand · d_model / head_dim"
+            divisors = [
+                ("head_dim", self.head_dim, told, inner),
+                ("n_groups", self.n_groups, of_heads, inner // self.head_dim),
+                ("norm_groups", self.norm_groups or 1, told, inner),
+            ]
+        if "attention" in self.kinds:
+            split = self.attention_head_dim is None
+            divisors += [
+                ("n_heads", queries if split else 1, "d_model", self.d_model),
+                ("n_kv_heads", keys, "n_heads", queries),
+            ]
+            if self.rotary_dim > width or self.rotary_dim % 2:
+                raise ValueError(
+                    f"rotary_dim must be even and at most the {width} channels of a head of "
+                    f"attention, got {self.rotary_dim}"
+                )
+        for name, value, told, whole in divisors:
+            if whole % value:
+                raise ValueError(f"{name} must divide {told} = {whole}, got {value}")
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -317,8 +309,9 @@ class ModelConfig:
         return self.d_mlp or 4 * self.d_model
 
     def stored(self) -> dict[str, Any]:
-        """The shape as a run's files hold it, in values that JSON has."""
-        return {name: _in_json(value) for name, value in dataclasses.asdict(self).items()}
+        """The shape as a run's files hold it, in values that JSON has: infinity is a text."""
+        limits = [each if math.isfinite(each) else str(each) for each in self.dt_limit]
+        return dataclasses.asdict(self) | {"dt_limit": limits}
 
     @staticmethod
     def from_stored(stored: dict[str, Any]) -> "ModelConfig":
@@ -327,40 +320,13 @@ class ModelConfig:
         Raises:
           TypeError, ValueError: it is no shape of a model.
         """
-        return ModelConfig(**{name: _from_json(value) for name, value in dict(**stored).items()})
-
-
-_TYPES: dict[Any, tuple[str, Any]] = {
-    str: ("a text", str),
-    bool: ("True or False", bool),
-    int: ("a whole number", numbers.Integral),
-    float: ("a number", numbers.Real),
-    int | None: ("a whole number or None", (numbers.Integral, type(None))),
-    float | None: ("a number or None", (numbers.Real, type(None))),
-}
-"""The types of the fields of a model's shape: how an error says it, and what values are."""
+        return ModelConfig(**stored)
 
 
 def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The shortest tuple of which another one is repeats."""
     sizes = (size for size in range(1, len(kinds) + 1) if len(kinds) % size == 0)
     return next(kinds[:size] for size in sizes if kinds[:size] * (len(kinds) // size) == kinds)
-
-
-_INFINITE = {"inf": math.inf, "-inf": -math.inf}
-
-
-def _in_json(value: Any) -> Any:
-    """A value of a shape as JSON has it, which knows neither tuples nor infinity."""
-    if isinstance(value, tuple):
-        return [_in_json(each) for each in value]
-    return str(value) if value in _INFINITE.values() else value
-
-
-def _from_json(value: Any) -> Any:
-    if isinstance(value, list):
-        return tuple(_from_json(each) for each in value)
-    return _INFINITE.get(value, value) if isinstance(value, str) else value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -384,19 +350,31 @@ class OptimizerConfig:
       FlagError: a value is out of range.
     """
 
-    lr: float
+    lr: Float32
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    warmup: int | None = None
-    decay: int | None = None
-    final: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
+    warmup: Whole | None = None
+    decay: Count | None = None
+    final: Annotated[float, Rule("from 0 to 1", lambda value: 0 <= value <= 1)] = 0.1
+    b1: Below1 = 0.9
+    b2: Below1 = 0.95
+    eps: Float32 = 1e-8
+    weight_decay: Annotated[float, Rule("from 0 to 1e+30", lambda v: 0 <= v <= 1e30)] = 0.1
+    clip_norm: Float32 | None = 1.0
 
     def __post_init__(self):
-        check_values(self, "optimizer.")
+        check_fields(self, "optimizer.")
+
+
+_AXIS = f"({'|'.join(AXES)})=[1-9][0-9]{{0,5}}"
+_MESH = Rule(
+    f"axes and their sizes such as data=2,fsdp=4, each of {', '.join(AXES)} at most once",
+    lambda text: (
+        not text
+        or (re.fullmatch(f"({_AXIS},)*{_AXIS}", text) and len(axes_of(text)) == text.count("="))
+    ),
+)
+_DEVICES = Rule("a number, all or auto", lambda text: re.fullmatch("auto|all|[1-9]\\d{0,8}", text))
+_LOG_TO = Rule("none alone, or without it", lambda names: "none" not in names or len(names) == 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -433,7 +411,7 @@ class TrainConfig:
       devices: how many share each batch, those of all processes, or all; auto is all GPUs or one
         CPU, all with --parallel or of several processes.
       parallel: what devices share: data, the batch; sequence, each sequence; fsdp, the batch and
-        the matrices; tensor, the channels of each block.
+        the matrices; tensor, the channels of each block. None is data.
       mesh: several of these, and how many devices each takes, for example data=2,fsdp=4; by
         default all for --parallel.
       seed: of the parameters, the order of the data and dropout.
@@ -445,7 +423,7 @@ class TrainConfig:
       log_to: beside metrics.jsonl: tensorboard, wandb or both.
 
     Raises:
-      FlagError: a value is out of range or of another type.
+      RunError: a value is out of range or of another type, or two do not go together.
 
     Example:
       >>> from jaxkern.lm.config import PRESETS, TrainConfig
@@ -462,42 +440,45 @@ class TrainConfig:
     eval_data: tuple[str, ...] = ()
     data_cache: str | None = None
     tokenizer: str = "bytes"
-    vocab_size: int | None = None
+    vocab_size: Count | None = None
     pack: bool = False
-    steps: int
-    batch_size: int
-    seq_len: int
-    grad_accum: int = 1
+    steps: Count = 10_000
+    batch_size: Count = 8
+    seq_len: Count = 2048
+    grad_accum: Count = 1
     mixed_precision: str = "fp32"
     remat: Remat = DEFAULT_REMAT
     scan_layers: bool = False
     implementation: Literal["auto", "mosaic", "xla"] = "auto"
-    devices: str = "auto"
-    parallel: Axis = "data"
-    mesh: str = ""
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int
-    eval_batches: int = 16
-    checkpoint_every: int = 100
-    keep: int = 3
-    log_to: tuple[Literal["tensorboard", "wandb", "none"], ...] = ()
+    devices: Annotated[str, _DEVICES] = "auto"
+    parallel: Axis | None = None
+    mesh: Annotated[str, _MESH] = ""
+    seed: Whole = 0
+    log_every: Count = 10
+    eval_every: Count = 500
+    eval_batches: Count = 16
+    checkpoint_every: Count = 100
+    keep: Count = 3
+    log_to: Annotated[tuple[Literal["tensorboard", "wandb", "none"], ...], _LOG_TO] = ()
 
     def __post_init__(self):
-        check_values(self)
-        become = functools.partial(object.__setattr__, self)
-        if not re.fullmatch("auto|all|[1-9][0-9]{0,8}", self.devices):
-            raise FlagError("devices", f"must be a number, all or auto, got {self.devices!r}")
-        try:
-            become("mesh", mesh_of(axes_of(self.mesh)) if self.mesh else "")
-        except ValueError as error:
-            rule = "must be axes and their sizes such as data=2,fsdp=4"
-            raise FlagError("mesh", f"{rule}, got {self.mesh!r}: {error}") from None
-        if "none" in self.log_to and {*self.log_to} != {"none"}:
-            told = " ".join(self.log_to)
-            raise FlagError(
-                "log_to", f"{told} names none and another; give none alone, or leave it out"
+        check_fields(self)
+        if self.batch_size % self.grad_accum:
+            raise RunError(
+                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
+                f"{self.grad_accum} equal parts; choose a multiple of it"
             )
+        if "float64" in self.mixed_precision:
+            raise RunError(
+                f"--mixed-precision {self.mixed_precision}: float64 is more than the float32 "
+                "that the scans and sums of a run are in; write float32"
+            )
+        if self.parallel and self.mesh and axes_of(self.mesh).keys() != {self.parallel}:
+            raise RunError(
+                f"--parallel {self.parallel} and --mesh {self.mesh} name different axes; leave "
+                f"--parallel out, or --mesh for all devices by {self.parallel}"
+            )
+        become = functools.partial(object.__setattr__, self)
         become("log_to", tuple(name for name in self.log_to if name != "none"))
         # None stands for what the tokenizer has, until that is known: see `for_tokens`.
         if self.vocab_size is None and self.model.vocab_size != _BYTES:
@@ -505,8 +486,7 @@ class TrainConfig:
         if self.vocab_size not in (None, self.model.vocab_size):
             become("model", dataclasses.replace(self.model, vocab_size=self.vocab_size))
         weighted = any(split_weight(text)[1] is not None for text in self.data)
-        asked = self.tokenizer != "bytes" or self.eval_data or weighted
-        become("pack", self.pack or bool(asked))
+        become("pack", self.pack or self.tokenizer != "bytes" or bool(self.eval_data) or weighted)
 
     @property
     def warmup(self) -> int:
@@ -532,33 +512,26 @@ class TrainConfig:
           RunError: a name or a value is wrong; the message says of which, and what is right.
         """
         given = settings(flags, file)
-        return _built(given, _preset_of(given))._checked(flags)
+        config, asked = _built(_of_preset(given) | given), given.get("vocab_size", _BYTES)
+        if config.tokenizer == "bytes" and not config.init_hf and asked not in (None, _BYTES):
+            raise RunError(
+                f"--vocab-size {asked}: bytes are 256 tokens; leave it out, or add --tokenizer"
+            )
+        return config
 
-    def _checked(self, flags: Mapping[str, Any]) -> "TrainConfig":
-        """The configuration, unless its values do not go together."""
-        if self.batch_size % self.grad_accum:
-            raise RunError(
-                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
-                f"{self.grad_accum} equal parts; choose a multiple of it"
-            )
-        if "float64" in self.mixed_precision:
-            raise RunError(
-                f"--mixed-precision {self.mixed_precision}: float64 is more than the float32 "
-                "that the scans and sums of a run are in; write float32"
-            )
-        asked = flags.get("vocab_size", flags.get("model.vocab_size"))
-        if self.tokenizer == "bytes" and asked not in (None, _BYTES):
-            raise RunError(
-                f"--vocab-size {self.vocab_size}: bytes are 256 tokens; leave it out, or add "
-                "--tokenizer"
-            )
-        return self
+    def with_values(self, values: Mapping[str, Any]) -> "TrainConfig":
+        """The configuration with other values, by names such as ``"model.d_model"``.
+
+        Raises:
+          RunError: a value is wrong.
+        """
+        return _built(_flat(self) | dict(values))
 
     def save(self, path: Path) -> None:
         """Write the configuration as a file that `load` reads, and ``jaxkern train --config``."""
         flags = dataclasses.asdict(self)
         del flags["model"]["vocab_size"]  # which the run's is
-        path.write_text(yaml.safe_dump(_plain(flags), sort_keys=False), encoding="utf-8")
+        path.write_text(yaml.safe_dump(flags, sort_keys=False), encoding="utf-8")
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "TrainConfig":
@@ -574,14 +547,13 @@ class TrainConfig:
 
         Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
         """
-        vocab_size = self.vocab_size or -(-size // 64) * 64
-        if self.init_hf:
-            vocab_size = self.model.vocab_size
-        if vocab_size < size and self.init_hf:
+        if self.init_hf and self.model.vocab_size < size:
             raise RunError(
-                f"--tokenizer {self.tokenizer} has {size} tokens, more than the {vocab_size} of "
-                f"--init-hf {self.init_hf}; name one of at most {vocab_size}"
+                f"--tokenizer {self.tokenizer} has {size} tokens, more than the "
+                f"{self.model.vocab_size} of --init-hf {self.init_hf}; name one of at most as many"
             )
+        given = self.model.vocab_size if self.init_hf else self.vocab_size
+        vocab_size = given or -(-size // 64) * 64
         if vocab_size < size:
             raise RunError(
                 f"--vocab-size {vocab_size} is less than the {size} tokens of --tokenizer "
@@ -591,124 +563,68 @@ class TrainConfig:
 
 
 _BYTES = 256  # tokens
-ALIASES = {"lr": "optimizer.lr"}
-"""Short names of flags."""
-
 _TABLES: dict[str, Any] = {"model": ModelConfig, "optimizer": OptimizerConfig}
-
-
-def check_values(config: Any, prefix: str = "") -> None:
-    """Refuse a value of a dataclass that is of another type than its field, or beyond LIMITS.
-
-    Raises:
-      FlagError: it names the field as a flag, with `prefix`.
-    """
-    for field in dataclasses.fields(config):
-        name, value = field.name, getattr(config, field.name)
-        kinds, choices = get_args(field.type), ()
-        if value is None and type(None) in kinds:
-            continue
-        several = get_origin(field.type) is tuple
-        if several:
-            kinds = get_args(kinds[0])
-        if get_origin(field.type) is Literal or (several and kinds):
-            choices = kinds
-        each = value if several and isinstance(value, tuple) else (value,)
-        rule = None
-        if name in LIMITS:
-            try:
-                LIMITS[name].check(value)
-            except ValueError:
-                rule = str(LIMITS[name])
-        elif choices:
-            right = isinstance(value, tuple) == several and {*map(str, each)} <= {*choices}
-            told = f"{'a list of' if several else 'one of'} {', '.join(choices)}"
-            rule = None if right else told
-        elif several or str in (field.type, *kinds):
-            right = isinstance(value, tuple) == several and all(isinstance(v, str) for v in each)
-            told = "a list of texts" if several else "a text"
-            rule = None if right else told
-        elif field.type is bool and not isinstance(value, bool):
-            rule = "true or false"
-        elif name in _TABLES and not isinstance(value, _TABLES[name]):
-            rule = "a table"
-        if rule:
-            raise FlagError(prefix + name, f"must be {rule}, got {value!r:.80}")
-
-
-def _tables(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags by name, those of model and optimizer in tables of their own.
-
-    Raises:
-      FlagError: a name is none of a configuration.
-    """
-    found: dict[str, Any] = {}
-    for given, value in flags.items():
-        table, _, name = ALIASES.get(given, given).rpartition(".")
-        if not table and name in _TABLES and isinstance(value, Mapping):
-            inner = {f"{name}.{each}": one for each, one in value.items()}
-            found[name] = found.get(name, {}) | _tables(inner).get(name, {})
-            continue
-        known = _TABLES.get(table, TrainConfig if not table else None)
-        names = [field.name for field in dataclasses.fields(known)] if known else []
-        if name not in names:
-            near = difflib.get_close_matches(str(name), names, 1)
-            remedy = f"did you mean {near[0]}?" if near else "jaxkern train --help names all"
-            raise FlagError(str(given), f"is no setting of a run; {remedy}")
-        if not table:
-            found[name] = value
-        elif isinstance(found.setdefault(table, {}), dict):
-            found[table][name] = value
-        else:
-            found[table] = dataclasses.replace(found[table], **{name: value})
-    return found
+_NAMES = {field.name for field in dataclasses.fields(TrainConfig)} - {*_TABLES} | {
+    f"{name}.{field.name}" for name in _TABLES for field in dataclasses.fields(_TABLES[name])
+}
+ALIASES = {"lr": "optimizer.lr", "model.vocab_size": "vocab_size"}
+"""Other names of settings."""
 
 
 def settings(flags: Mapping[str, Any], file: Path | None = None) -> dict[str, Any]:
-    """What flags say, and a file where they do not; for :meth:`TrainConfig.from_flags`.
-
-    Raises:
-      RunError: a name is wrong, or a value of the file.
-    """
-    given, written = _tables(flags), _read(file) if file else {}
-    check_axes(given)
-    if "devices" not in written:  # else the file of a run, whose mesh counts
-        check_axes(written)
-    if given.keys() & {"parallel", "mesh"}:
+    """Settings of flags, else of a file, by names such as ``"model.d_model"``."""
+    given, written = _named(flags), _read(file) if file else {}
+    if given.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         written = {k: v for k, v in written.items() if k not in ("parallel", "mesh", "devices")}
-    for name, value in written.items():
-        own = given.get(name, value)
-        given[name] = value | own if isinstance(own, dict) else own
-    return with_devices(given)
+    return written | given
 
 
-def _built(given: dict[str, Any], base: "TrainConfig | None") -> "TrainConfig":
-    """The configuration of these values, and for all others those of `base`.
+def _named(values: Mapping[str, Any], table: str = "") -> dict[str, Any]:
+    """Settings by their whole names; a value may be a table, or all of model or optimizer."""
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        name = ALIASES.get(f"{table}{given}", f"{table}{given}")
+        if name in _NAMES:
+            found[name] = value
+        elif isinstance(value, _TABLES.get(name, ())):
+            found |= _flat(value, f"{name}.")
+        elif name in _TABLES and isinstance(value, Mapping):
+            found |= _named(value, f"{name}.")
+        elif name in _TABLES:
+            raise FlagError(name, f"must be a table, got {value!r:.40}")
+        else:
+            near = difflib.get_close_matches(name, _NAMES, 1)
+            remedy = f"did you mean {near[0]}?" if near else "jaxkern train --help names all"
+            raise FlagError(name, f"is no setting of a run; {remedy}")
+    return found
 
-    Raises:
-      FlagError: a value is wrong.
-    """
-    values = dict(given)
+
+def _flat(config: Any, table: str = "") -> dict[str, Any]:
+    """The settings of a dataclass by their whole names."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        inner = field.name in _TABLES
+        found |= _flat(value, f"{field.name}.") if inner else {f"{table}{field.name}": value}
+    return found
+
+
+def _built(values: dict[str, Any]) -> TrainConfig:
+    """The configuration of settings by their whole names."""
+    tables: dict[str, dict[str, Any]] = {"": {}} | {table: {} for table in _TABLES}
+    for name, value in values.items():
+        table, _, field = name.rpartition(".")
+        tables[table][field] = value
     try:
-        for name, kind in _TABLES.items():
-            table = values.get(name, {} if base is None else None)
-            if isinstance(table, dict):
-                of_base: Any = getattr(base, name, None)
-                values[name] = dataclasses.replace(of_base, **table) if base else kind(**table)
-        if isinstance(given.get("model"), dict) and "vocab_size" in given["model"]:
-            values.setdefault("vocab_size", given["model"]["vocab_size"])
-        return dataclasses.replace(base, **values) if base else TrainConfig(**values)
+        built = {table: kind(**tables[table]) for table, kind in _TABLES.items()}
     except (TypeError, ValueError) as error:  # of the model's shape
         name, _, what = str(error).partition(" ")
         raise FlagError(f"model.{name}", what) from None
+    return TrainConfig(**tables[""], **built)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The values of a file of YAML.
-
-    Raises:
-      RunError: it cannot be read, or a name in it is none of a configuration.
-    """
+    """The settings of a file of YAML, all of which are right."""
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
@@ -717,56 +633,19 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RunError(f"{path} must be a table of names and values, got {values!r:.40}")
     try:
-        found = _typed(_tables(values))
-        _built(found, _preset_of(found))
+        found = _named(values)
+        _built(_of_preset(found) | found)
     except FlagError as error:
         raise RunError(f"{path}: {error.name} {error.what}") from None
     return found
 
 
-def _preset_of(values: dict[str, Any]) -> TrainConfig:
-    """The preset that values name.
-
-    Raises:
-      FlagError: there is none of that name.
-    """
+def _of_preset(values: dict[str, Any]) -> dict[str, Any]:
+    """All settings of the preset that values name."""
     name = values.get("preset", TrainConfig.preset)
     if name not in PRESETS:
         raise FlagError("preset", f"must be one of {', '.join(PRESETS)}, got {name!r}")
-    return PRESETS[name]
-
-
-def _typed(values: dict[str, Any], kind: Any = None) -> dict[str, Any]:
-    """The values of a file as Python has them: tuples for lists, numbers for texts as 1e-3."""
-    types = {field.name: field.type for field in dataclasses.fields(kind or TrainConfig)}
-    found = dict(values)
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found[name] = _typed(value, _TABLES[name])
-        elif isinstance(value, list):
-            of_numbers = types[name] == tuple[float, float]
-            found[name] = tuple(map(_number, value) if of_numbers else value)
-        elif types[name] in (float, float | None):
-            found[name] = _number(value)
-    return found
-
-
-def _number(value: Any) -> Any:
-    """The number that a text is, if it is one: YAML wants 1.0e-3 and has 1e-3 as a text."""
-    with contextlib.suppress(ValueError):
-        return float(value) if isinstance(value, str) else value
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """A value as YAML has it, which knows no tuples."""
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    return value
+    return _flat(PRESETS[name])
 
 
 def split_weight(text: str) -> tuple[str, str | None]:
@@ -786,43 +665,9 @@ def is_there(path: str) -> bool:
 
 
 def axes_of(mesh: str) -> dict[str, int]:
-    """The sizes of a mesh's axes from the text of ``--mesh``, such as ``"data=2,fsdp=4"``.
-
-    Raises:
-      ValueError: it is no such text; the message says why.
-    """
-    sizes: dict[str, int] = {}
-    for entry in mesh.split(","):
-        axis, _, size = (part.strip() for part in entry.partition("="))
-        if axis not in AXES:
-            raise ValueError(f"{axis!r} is not one of {', '.join(AXES)}")
-        if axis in sizes:
-            raise ValueError(f"{axis} is named twice")
-        if not re.fullmatch("[1-9][0-9]{0,5}", size):
-            raise ValueError(f"the size of {axis} must be from 1 to 999999, not {size!r}")
-        sizes[axis] = int(size)
-    return sizes
-
-
-def mesh_of(sizes: dict[str, int]) -> str:
-    """The text of ``--mesh`` that names axes of these sizes."""
-    return ",".join(f"{axis}={size}" for axis, size in sizes.items())
-
-
-def with_devices(flags: dict[str, Any]) -> dict[str, Any]:
-    """The flags of a run, in which --parallel alone asks for all devices, also on a CPU."""
-    alone = "parallel" in flags and not flags.get("mesh")
-    return {"devices": "all"} | flags if alone else flags
-
-
-def check_axes(flags: Mapping[str, Any]) -> None:
-    """Refuse flags of which --parallel names one axis and --mesh others."""
-    parallel, mesh = flags.get("parallel"), flags.get("mesh")
-    if parallel and mesh and axes_of(mesh).keys() != {parallel}:
-        raise RunError(
-            f"--parallel {parallel} and --mesh {mesh} name different axes; leave --parallel out, "
-            f"or --mesh for all devices by {parallel}"
-        )
+    """The sizes of a mesh's axes from the text of ``--mesh``, such as ``"data=2,fsdp=4"``."""
+    pairs = (entry.split("=") for entry in mesh.split(",") if mesh)
+    return {axis: int(size) for axis, size in pairs}
 
 
 def _presets() -> dict[str, TrainConfig]:
@@ -830,7 +675,7 @@ def _presets() -> dict[str, TrainConfig]:
     found = {}
     for path in (Path(__file__).parent / "presets").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found[path.stem] = _built(_tables({"preset": path.stem} | values), None)
+        found[path.stem] = _built(_named({"preset": path.stem} | values))
     size = lambda config: (config.model.layers, config.model.d_model, config.model.n_layers)
     return dict(sorted(found.items(), key=lambda item: size(item[1])))
 

@@ -4,6 +4,7 @@ Nothing here is decided a second time: each op is lowered for the default device
 says whether it holds kernels. The reasons are the words with which the op itself refuses.
 """
 
+import contextlib
 import os
 import platform
 import shutil
@@ -20,11 +21,11 @@ from jaxkern.core import cache, target
 from jaxkern.lm.memory import available_memory
 from jaxkern.precision import NoOpLossScale
 
-_PACKAGES = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
-_OTHER_PACKAGES = ("numpy", "ml_dtypes", "equinox", "pyarrow", "safetensors", "tokenizers", "torch")
-_CUDA_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+_NEEDED = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "matplotlib", "tqdm")
+_OTHERS = ("numpy", "ml_dtypes", "equinox", "pyarrow", "safetensors", "tokenizers", "torch")
+_CUDA = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("JAX", "XLA_", "CUDA_", "NVIDIA_VISIBLE", "NCCL_", "TF_GPU", "LD_LIBRARY_PATH")
-_CONFIG = {
+_CONFIG = {  # what changes what ops compute or refuse, as JAX has it by default
     "jax_enable_x64": False,
     "jax_default_matmul_precision": None,
     "jax_debug_nans": False,
@@ -32,7 +33,6 @@ _CONFIG = {
     "jax_numpy_dtype_promotion": "standard",
     "jax_numpy_rank_promotion": "allow",
 }
-"""Settings that change what ops compute or refuse, as JAX has them by default."""
 
 
 def _step(optimizer: str) -> Callable[..., Any]:
@@ -68,21 +68,12 @@ CALLS: dict[str, tuple[str, ...]] = {
     "selective_scan": (*_GATED, "1536 16 float32", "8 2048 16", "8 2048 16"),
     "selective_scan_step": (
         "8 1536 16 float32",
-        "8 1536",
-        "8 1536",
+        *("8 1536",) * 2,
         "1536 16 float32",
-        "8 16",
-        "8 16",
+        *("8 16",) * 2,
     ),
     "ssd": ("8 2048 24 64", "8 2048 24", "24 float32", "8 2048 1 128", "8 2048 1 128"),
-    "ssd_step": (
-        "8 24 64 128 float32",
-        "8 24 64",
-        "8 24",
-        "24 float32",
-        "8 1 128",
-        "8 1 128",
-    ),
+    "ssd_step": ("8 24 64 128 float32", "8 24 64", "8 24", "24 float32", *("8 1 128",) * 2),
     **dict.fromkeys(("fused_adamw", "fused_adam", "fused_sgd", "scale_gradients"), (_W,)),
 }
 """The arrays of each op in a layer of Mamba or Mamba-2 130m: sizes, and dtype if not bfloat16."""
@@ -102,36 +93,50 @@ _RUNS: dict[str, Callable[..., Any]] = {
 
 def doctor() -> None:
     """Print the report: what to paste into a report of a bug."""
-    print(f"jaxkern  {jaxkern.__version__}{_commit()}, Python {platform.python_version()}")
+    needed, others, plugins = map(_versions, (_NEEDED, _OTHERS, _CUDA))
+    missing = [name for name in _NEEDED if name not in needed]
+    shown = lambda versions: ", ".join(f"{name} {version}" for name, version in versions.items())
+    environ = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)]
+    config = {name: getattr(jax.config, name, default) for name, default in _CONFIG.items()}
+    changed = [f"{name}={value}" for name, value in config.items() if value != _CONFIG[name]]
+    root = Path(jaxkern.__file__).parents[1]
+    describe = "git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"
+    commit = _output(*describe) if (root / ".git").exists() else ""
+    gpus = _output("nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv")
+    driver = "; ".join(gpus.splitlines()[1:])
+    print(f"jaxkern  {jaxkern.__version__}{commit and f', commit {commit}'}", end="")
+    print(f", Python {platform.python_version()}")
     print(f"system   {platform.platform()}, {os.cpu_count()} CPU cores{_memory()}")
-    print("packages " + ", ".join(_version(name) for name in _PACKAGES))
-    others = [_version(name) for name in _OTHER_PACKAGES if _installed(name)]
-    print("besides  " + ", ".join(others))
-    named = sorted(name for name in os.environ if name.startswith(_VARIABLES))
-    print("environ  " + (" ".join(f"{name}={os.environ[name]}" for name in named) or "nothing set"))
-    print("config   " + (", ".join(_changed_config()) or "JAX's defaults"))
-    plugins = [_version(name) for name in _CUDA_PACKAGES if _installed(name)]
-    print("CUDA     " + (", ".join(plugins) or "JAX's CUDA build is not installed"))
-    driver = _driver()
+    print(f"packages {shown(needed)}" + "".join(f", {name} missing" for name in missing))
+    print(f"besides  {shown(others)}")
+    print("environ  " + (" ".join(environ) or "nothing set"))
+    print("config   " + (", ".join(changed) or "JAX's defaults"))
+    print("CUDA     " + (shown(plugins) or "JAX's CUDA build is not installed"))
     print(f"driver   {driver or 'none (nvidia-smi does not answer)'}")
     try:
         devices = jax.local_devices()
     except (RuntimeError, AssertionError) as error:
         print(f"devices  JAX cannot start: {_line(error) or 'there is no device of JAX_PLATFORMS'}")
-        print(
-            "advice   JAX_PLATFORMS=cpu has it start without a GPU; unset, it takes what is there"
-        )
+        print("advice   unset JAX_PLATFORMS, or JAX_PLATFORMS=cpu has it start without a GPU")
         return
     for device in devices:
-        print(f"device   {device.id}: {_describe(device)}")
+        of_gpu = getattr(device, "compute_capability", None)
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        text = f"{device.device_kind} ({device.platform})"
+        text += f", compute capability {of_gpu}" if of_gpu else ""
+        text += f", {limit / 2**30:.0f} GiB for JAX" if limit else ""
+        print(f"device   {device.id}: {text}")
+    dotted = lambda found: ", ".join(f"{major}.{minor}" for major, minor in found)
+    compiled = [found for found in target.COMPILED if found not in target.RUN]
     print(f"kernels  {_cache()}")
-    print(f"tested   {_tested()}")
+    print(f"tested   kernels were run on GPUs of compute capability {dotted(target.RUN)} ", end="")
+    print(f"(H100, H200); for {dotted(compiled)} they were compiled and never run")
     if driver and devices[0].platform == "cpu":
         print(
             'advice   there is a GPU, and JAX does not use it: pip install "jax[cuda12]" '
             "(or jax[cuda13] for a driver from 580 on)"
         )
-    if missing := [name for name in _PACKAGES if not _installed(name)]:
+    if missing:
         print(f"advice   jaxkern train and sample need: pip install {' '.join(missing)}")
     print("\nEach op on bfloat16 arrays of a layer of Mamba or Mamba-2 130m, implementation=None:")
     width = max(map(len, CALLS), default=0)
@@ -140,37 +145,29 @@ def doctor() -> None:
         print(f"  {name:{width}}  {chosen:6}  {why}")
 
 
-def _changed_config() -> list[str]:
-    values = {name: getattr(jax.config, name, default) for name, default in _CONFIG.items()}
-    return [f"{name}={values[name]}" for name in _CONFIG if values[name] != _CONFIG[name]]
-
-
-def _commit() -> str:
-    """The commit of a checkout that is run in place; "" of an installed package."""
-    root = Path(jaxkern.__file__).parents[1]
-    if not (root / ".git").exists():
-        return ""
-    commit = _output("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
-    return f", commit {commit}" if commit else ""
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    """The versions of the packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _output(*command: str) -> str:
     """What a program prints; "" if it is not there or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return run.stdout.strip()
+    return ""
 
 
 def _memory() -> str:
-    free = shutil.disk_usage(Path.cwd()).free
-    try:
-        available = available_memory(jax.local_devices(backend="cpu")[0])
-    except (RuntimeError, AssertionError):  # JAX is told of other platforms alone, or cannot start
-        available = None
-    memory = f", {available / 2**30:.0f} GiB of memory available" if available else ""
-    return f"{memory}, {free / 2**30:.0f} GiB of disk here"
+    text = f", {shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB of disk here"
+    with contextlib.suppress(RuntimeError, AssertionError):  # of a JAX that has no CPU
+        if available := available_memory(jax.local_devices(backend="cpu")[0]):
+            return f", {available / 2**30:.0f} GiB of memory available{text}"
+    return text
 
 
 def _choice(name: str) -> tuple[str, str]:
@@ -195,15 +192,6 @@ def _type(text: str) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
 
 
-def _describe(device: Any) -> str:
-    text = f"{device.device_kind} ({device.platform})"
-    capability = getattr(device, "compute_capability", None)
-    if capability:
-        text += f", compute capability {capability}"
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return text + (f", {limit / 2**30:.0f} GiB for JAX" if limit else "")
-
-
 def _cache() -> str:
     """Says where the cache is, how large it is, and how often a kernel was found in it."""
     held = cache.summary()
@@ -214,38 +202,6 @@ def _cache() -> str:
         f"{held.entries} kept in {held.folder}, {held.size / 2**20:.1f} MiB, "
         f"{held.hits} hits, {held.misses} misses{programs} (doctor --empty-cache removes them)"
     )
-
-
-def _tested() -> str:
-    """Says on which GPUs the kernels were run, and for which they were only compiled."""
-    dotted = lambda capabilities: ", ".join(f"{major}.{minor}" for major, minor in capabilities)
-    compiled = dotted(c for c in target.COMPILED if c not in target.RUN)
-    return (
-        f"kernels were run on GPUs of compute capability {dotted(target.RUN)} (H100, H200); for "
-        f"{compiled} they were compiled and never run"
-    )
-
-
-def _driver() -> str | None:
-    """NVIDIA's driver and GPUs, from nvidia-smi."""
-    query = "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"
-    lines = _output("nvidia-smi", *query).splitlines()
-    rows = [[cell.strip() for cell in line.split(",")] for line in lines if line]
-    if not rows or any(len(row) != 3 for row in rows):
-        return None
-    return f"{rows[0][0]}: " + "; ".join(f"{name}, {memory}" for _, name, memory in rows)
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-def _version(name: str) -> str:
-    return f"{name} {metadata.version(name)}" if _installed(name) else f"{name} missing"
 
 
 def _line(error: Exception) -> str:

@@ -10,11 +10,10 @@
       …
 
 The tensors of each kind of layer, and the names that Bamba has, stand in
-:mod:`jaxkern.lm.hf_layouts`; of a hybrid, `blocks` has a table for each kind. What config.json says
-of initial values (``initializer_range`` and the like) and of how transformers runs the model does
-not matter here; the residual stream is always float32. The norm inside a Mamba-2 block normalises
-each of the ``n_groups`` groups of channels by itself, as mamba_ssm and the newest transformers do;
-earlier ones normalised all channels together.
+:mod:`jaxkern.lm.hf_layouts`; of a hybrid, `blocks` has a table for each kind. The residual stream
+is always float32. The norm inside a Mamba-2 block normalises each of the ``n_groups`` groups of
+channels by itself, as mamba_ssm and the newest transformers do; earlier ones normalised all
+channels together.
 
 As in transformers a ``model.safetensors`` comes before an index of several files, names may lack
 ``backbone.``, and a tied embedding may be stored as ``lm_head.weight`` alone. What begins and ends
@@ -31,13 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
-from jaxkern.lm import untrusted
+from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import tokenizer, write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, LAYOUTS, Layout, Values, how_to_get, layout_of
-from jaxkern.lm.model import initial_params
+from jaxkern.lm.data import tokenizer as tokenizers
+from jaxkern.lm.data import write_atomically
+from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, is_hf, layout_of
+from jaxkern.lm.model import count_params, initial_params
+from jaxkern.lm.stop import say
 
 try:
     from safetensors import SafetensorError, safe_open
@@ -47,10 +50,10 @@ except ImportError as error:
         "jaxkern.lm.hf needs safetensors; run: pip install safetensors tokenizers"
     ) from error
 
-_HEAD = "lm_head.weight"
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_STORED = ("F64", "F32", "F16", "BF16")
+_WRITTEN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-GENERATION = "generation_config.json"
+_GENERATION = "generation_config.json"
 
 
 def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
@@ -79,46 +82,35 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     folder = Path(folder)
     content = read_config(folder)
     config, layout = model_config(content), _layout(content)
-    embedding, norm = layout.outer
-    tensors = _Tensors(folder, layout)
-    if config.tie_embeddings and embedding not in tensors and _HEAD in tensors:
-        tensors.rename(_HEAD, embedding)  # one array, stored under its other name
-    params: dict[str, Any] = {"embedding": tensors.take(embedding), "norm": tensors.take(norm)}
-    if not config.tie_embeddings:
-        params["head"] = tensors.take(_HEAD).T
-    elif _HEAD in tensors and not np.array_equal(tensors.take(_HEAD), params["embedding"]):
-        raise RunError(
-            f"{folder}: {_HEAD} differs from the embedding, and by {CONFIG} they are one; where "
-            f'the model has both, {CONFIG} says "tie_word_embeddings": false'
-        )
-    expected = _shapes(config)
-    stacks: dict[str, Any] = {}
-    for kind, names in _stacks(config, expected).items():
-        layers = [i for i, each in enumerate(config.kinds) if each == kind]
-        stacks[kind] = {}
-        for name in names:
-            stored = [layout.tensor(config, i, name) for i in layers]
-            try:
-                stacks[kind][name] = np.stack([t.here(tensors.take(t.name)) for t in stored])
-            except ValueError as error:
-                theirs = stored[0].name.split(".", 3)[-1]
-                raise RunError(
-                    f"{folder}: the layers' {theirs} are of wrong shapes: {error}"
-                ) from None
-    params["blocks"] = stacks if config.hybrid else stacks[config.kinds[0]]
-    tensors.check_all_taken()
-    if difference := _difference(params, expected):
-        raise RunError(f"{folder}: the weights have shapes {difference}")
-    return config, params
+    stored = _stored(folder, layout)
+    head, embedding = stored.get(HEAD), layout.outer[0]
+    if config.tie_embeddings and head is not None:
+        stored.pop(HEAD)
+        if not np.array_equal(_read(folder, *head), _read(folder, *stored.get(embedding, head))):
+            raise RunError(
+                f"{folder}: {HEAD} differs from the embedding, and by {CONFIG} they are one; where "
+                f'the model has both, {CONFIG} says "tie_word_embeddings": false'
+            )
+        stored.setdefault(embedding, head)  # one array, stored under its other name
+    params = {path: np.empty(shape, np.float32) for path, shape in _shapes(config).items()}
+    for name, view in layout.views(config, params):
+        if name not in stored:
+            raise RunError(f"{folder}: the weights have no {name}")
+        tensor = _read(folder, *stored.pop(name))
+        if tensor.shape != view.shape:
+            raise RunError(
+                f"{folder}: {name} has shape {tensor.shape}, and by {CONFIG} it is {view.shape}"
+            )
+        view[...] = tensor
+    if stored:
+        name = _shown(stored[min(stored)][1])
+        raise RunError(f"{folder}: the weights have {name}, and the model here has not")
+    return config, traverse_util.unflatten_dict(params)
 
 
-def _shapes(config: ModelConfig) -> dict[str, Any]:
-    return jax.eval_shape(lambda: initial_params(config))
-
-
-def _stacks(config: ModelConfig, params: Any) -> dict[str, dict[str, Any]]:
-    """The stacked parameters of the layers of each kind."""
-    return params["blocks"] if config.hybrid else {config.kinds[0]: params["blocks"]}
+def _shapes(config: ModelConfig) -> dict[tuple[str, ...], tuple[int, ...]]:
+    params: Any = traverse_util.flatten_dict(jax.eval_shape(lambda: initial_params(config)))
+    return {path: leaf.shape for path, leaf in params.items()}
 
 
 def save(
@@ -134,51 +126,44 @@ def save(
         tokenizer, are taken over.
 
     Raises:
-      ValueError: the parameters are not those of a model of this shape, transformers has no model
-        of this shape, or `like` is `folder`.
+      ValueError: the parameters do not fit a model of this shape, transformers has no such model,
+        or `like` is `folder`.
     """
     folder, layout = Path(folder), layout_of(config)
-    of_layout = layout.content(config)
+    content = layout.content(config)
     if like is not None and folder.exists() and folder.samefile(like):
         raise ValueError(f"like is {like}, the folder that is written; give another folder")
-    if difference := _difference(params, _shapes(config)):
-        raise ValueError(f"params has shapes {difference}, for {config}")
+    flat = {path: np.asarray(leaf) for path, leaf in traverse_util.flatten_dict(params).items()}
+    found = {path: leaf.shape for path, leaf in flat.items()}
+    if differing := {".".join(path) for path, _ in found.items() ^ _shapes(config).items()}:
+        raise ValueError(f"params does not fit {config}: {min(differing)}")
     folder.mkdir(parents=True, exist_ok=True)
-    embedding, norm = layout.outer
-    tensors = {embedding: np.asarray(params["embedding"]), norm: np.asarray(params["norm"])}
-    if not config.tie_embeddings:
-        tensors[_HEAD] = np.transpose(params["head"])
-    elif layout.copied_head:
-        tensors[_HEAD] = tensors[embedding]
-    for kind, stack in _stacks(config, params).items():
-        layers = [i for i, each in enumerate(config.kinds) if each == kind]
-        for name, stacked in stack.items():
-            for i, leaf in zip(layers, np.asarray(stacked), strict=True):
-                tensor = layout.tensor(config, i, name)
-                tensors[tensor.name] = tensor.back(leaf)
+    tensors = {name: np.ascontiguousarray(view) for name, view in layout.views(config, flat)}
+    if config.tie_embeddings and "tie_word_embeddings" in layout.fixed:
+        tensors[HEAD] = tensors[layout.outer[0]]
     partial = folder / f"{_WEIGHTS}.partial"
     partial.unlink(missing_ok=True)
     partial.touch()
     usual = partial.stat().st_mode  # by the umask; what safetensors writes is its owner's alone
-    save_file(
-        {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()},
-        partial,
-        metadata={"format": "pt"},
-    )
+    save_file(tensors, partial, metadata={"format": "pt"})
     partial.chmod(usual)
     os.replace(partial, folder / _WEIGHTS)
-    for name in (_INDEX, GENERATION, *tokenizer.FILES):
+    for name in (_INDEX, _GENERATION, *tokenizers.FILES):
         (folder / name).unlink(missing_ok=True)
-    written = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    before: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     if like is not None:
-        written = read_config(Path(like))
+        before = read_config(Path(like))
         for path in Path(like).iterdir():
             known = path.suffix in (".json", ".txt", ".jinja") and path.name not in (CONFIG, _INDEX)
             if known and not path.is_dir() and untrusted.file_in(Path(like), path.name):
                 shutil.copyfile(path, folder / path.name)
-    written |= of_layout | {"dtype": str(tensors[embedding].dtype)}
-    written.pop("torch_dtype", None)
-    write_atomically(folder / CONFIG, json.dumps(written, indent=2, sort_keys=True) + "\n")
+    before.pop("torch_dtype", None)
+    _write(folder / CONFIG, before | content | {"dtype": str(flat["embedding",].dtype)})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)
+    write_atomically(path, text + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -202,7 +187,7 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
       RunError: it is not one that the model here can be.
     """
     try:
-        return _layout(config).shape(Values(config))
+        return _layout(config).shape(config)
     except ValueError as error:  # of values that do not fit one another
         raise RunError(f"{CONFIG}: {error}") from None
 
@@ -223,37 +208,78 @@ def _layout(config: dict[str, Any]) -> Layout:
             f"script convert_{kind}_ssm_checkpoint_to_pytorch.py of transformers"
         )
     kind = config.get("model_type", "mamba")
-    if not isinstance(kind, str) or kind not in LAYOUTS:
-        *others, last = map(repr, LAYOUTS)
-        known = f"{', '.join(others)} or {last}"
-        raise RunError(f"{CONFIG}: model_type is {kind!r}, and here it is {known}")
-    for name, known in LAYOUTS[kind].fixed.items():
-        if config.get(name, known[0]) not in known:
-            raise RunError(f"{CONFIG}: {name} is {config[name]!r}, and here it is {known[0]!r}")
-    if (weights := config.get("transformers_weights") or _WEIGHTS) != _WEIGHTS:
-        raise RunError(
-            f"{CONFIG}: transformers_weights is {weights!r}, and here it is {_WEIGHTS!r}"
-        )
+    known = {"model_type": tuple(LAYOUTS), "transformers_weights": (_WEIGHTS, None)}
+    layout = LAYOUTS.get(kind) if isinstance(kind, str) else None
+    for name, right in (known | dict(layout.fixed if layout else {})).items():
+        if (value := config.get(name, right[0])) not in right:
+            said = " or ".join(repr(each) for each in right if each is not None)
+            raise RunError(f"{CONFIG}: {name} is {value!r}, and here it is {said}")
     if config.get("quantization_config") is not None:
         raise RunError(
             f"{CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
             "here are bfloat16, float16 or float32; take the model that was quantized"
         )
-    return LAYOUTS[kind]
+    assert layout is not None
+    return layout
 
 
 def load_tokenizer(folder: Path) -> Any:
     """The ``tokenizers.Tokenizer`` of a checkpoint; ``None`` where it holds no tokenizer.json."""
-    path = untrusted.file_in(folder, tokenizer.FILE)
+    path = untrusted.file_in(folder, tokenizers.FILE)
     if path is None:
         return None
-    opened, said = tokenizer.open_file(path)
+    opened, said = tokenizers.open_file(path)
     opened.encode_special_tokens = said.get("split_special_tokens") is True
     return opened
 
 
+def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
+    """The tensors of a checkpoint by their names in a whole model: of each a file and its name.
+
+    An index counts only without the one file of all weights.
+    """
+    names: Any = [_WEIGHTS]
+    if untrusted.file_in(folder, _WEIGHTS) is None:
+        index = untrusted.read_json(folder, _INDEX, "index of weights")
+        weight_map = {"": _WEIGHTS} if index is None else index.get("weight_map")
+        names = weight_map.values() if isinstance(weight_map, dict) else [None]
+        if not all(isinstance(name, str) for name in names):
+            raise RunError(f"{folder / _INDEX} is no index of weights")
+    tensors: dict[str, tuple[Any, str]] = {}
+    for name in sorted({*names}):
+        path = untrusted.file_in(folder, name)
+        if path is None:
+            raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
+        try:
+            file = safe_open(path, framework="numpy")
+            _check_header(path)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"{path} is damaged: {error}") from None
+        for stored in file.keys():  # noqa: SIM118
+            # The embedding has had another name, and a model without its head no prefix.
+            whole = stored.replace("embedding.", "embeddings.")
+            if whole != HEAD:
+                whole = whole.removeprefix("backbone.").removeprefix("model.")
+                whole = layout.prefix + whole
+            if whole in tensors:
+                raise RunError(f"{folder}: the weights have {_shown(stored)} twice")
+            tensors[whole] = file, stored
+    return tensors
+
+
+def _read(folder: Path, file: Any, name: str) -> np.ndarray:
+    """A tensor of a file, float32."""
+    dtype = file.get_slice(name).get_dtype()
+    if dtype not in _STORED:
+        raise RunError(
+            f"{folder}: {_shown(name)} is of dtype {dtype}, and here weights are of "
+            f"{', '.join(_STORED)}"
+        )
+    return file.get_tensor(name).astype(np.float32)
+
+
 def _in_safetensors(folder: Path) -> str:
-    """What to do about a folder without weights that can be read."""
+    """A remedy for a folder without weights that can be read."""
     others = sorted(path.name for path in folder.glob("*.bin"))
     if not others:
         return "download it whole, or give another folder"
@@ -261,70 +287,6 @@ def _in_safetensors(folder: Path) -> str:
         f"{others[0]} is not read; write safetensors with transformers: "
         "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
     )
-
-
-class _Tensors:
-    """The arrays of a checkpoint, read one at a time; their names are those of a whole model."""
-
-    def __init__(self, folder: Path, layout: Layout):
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        for name in self._names():
-            path = untrusted.file_in(folder, name)
-            if path is None:
-                raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
-            try:
-                file = safe_open(path, framework="numpy")
-                _check_header(path)
-            except (OSError, SafetensorError) as error:
-                raise RunError(f"{path} is damaged: {error}") from None
-            for stored in file.keys():  # noqa: SIM118
-                # The embedding has had another name, and a model without its head no prefix.
-                whole = stored.replace("embedding.", "embeddings.")
-                if whole != _HEAD:
-                    bare = whole.removeprefix("backbone.").removeprefix("model.")
-                    whole = layout.prefix + bare
-                if whole in self._files:
-                    raise RunError(f"{folder}: the weights have {_shown(stored)} twice")
-                self._files[whole] = file, stored
-        self._left = set(self._files)
-
-    def _names(self) -> list[str]:
-        """The files: one, and only without it those of an index."""
-        if untrusted.file_in(self._folder, _WEIGHTS) is not None:
-            return [_WEIGHTS]
-        index = untrusted.read_json(self._folder, _INDEX, "index of weights")
-        if index is None:
-            return [_WEIGHTS]
-        files = index.get("weight_map")
-        if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-            raise RunError(f"{self._folder / _INDEX} is no index of weights")
-        return sorted({*files.values()})
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def rename(self, old: str, new: str) -> None:
-        self._files[new] = self._files.pop(old)
-        self._left = set(self._files)
-
-    def take(self, name: str) -> np.ndarray:
-        if name not in self._files:
-            raise RunError(f"{self._folder}: the weights have no {name}")
-        self._left.discard(name)
-        file, stored = self._files[name]
-        dtype = file.get_slice(stored).get_dtype()
-        if dtype not in _DTYPES:
-            raise RunError(
-                f"{self._folder}: {name} is of dtype {dtype}, and here weights are of "
-                f"{', '.join(_DTYPES)}"
-            )
-        return file.get_tensor(stored).astype(np.float32)
-
-    def check_all_taken(self) -> None:
-        if self._left:
-            stored = _shown(self._files[min(self._left)][1])
-            raise RunError(f"{self._folder}: the weights have {stored}, and the model here has not")
 
 
 def _check_header(path: Path) -> None:
@@ -339,16 +301,100 @@ def _shown(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-def _difference(params: Any, expected: Any) -> str:
-    """Says which parameters have other shapes than those of a model; "" if none."""
+def export(
+    run: Path, folder: Path, *, step: int | None = None, dtype: str = "fp32"
+) -> sample.LanguageModel:
+    """Write a checkpoint of a run so that transformers, and ``jaxkern sample --hf``, read it.
 
-    def shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-        leaves = jax.tree.leaves_with_path(tree)
-        return {".".join(key.key for key in path): np.shape(leaf) for path, leaf in leaves}
+    Args:
+      run: the run's folder.
+      folder: is made if it is not there; a checkpoint of Hugging Face in it is replaced. What the
+        model is goes to config.json and model.safetensors; the run's tokenizer goes along, and what
+        else the checkpoint has that the run began with.
+      step: which checkpoint of the run; by default the newest that is whole.
+      dtype: "fp32" or "bf16", of the weights.
 
-    found, wanted = shapes(params), shapes(expected)
-    names = [name for name in found | wanted if found.get(name) != wanted.get(name)]
-    if not names:
-        return ""
-    told = lambda of: {name: of[name] for name in names if name in of}
-    return f"{told(found)}, and by the model's configuration they are {told(wanted)}"
+    Returns:
+      The model that was written, in the dtypes of the run.
+
+    Raises:
+      RunError: with what is wrong and what to do.
+    """
+    model, notes = sample.load_run(run, step=step)
+    for note in notes:
+        say(f"warning: {note}")
+    stored = checkpoint.read_config(run)
+    begun = stored["flags"].get("init_hf")
+    like = Path(begun) if begun and (Path(begun) / CONFIG).exists() else None
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"--hf {folder} is a file; name a folder")
+    if checkpoint.is_run(folder):
+        raise RunError(f"--hf {folder} holds a run; name another folder")
+    if (folder / CONFIG).exists() and not is_hf(folder):
+        raise RunError(
+            f"--hf {folder} holds a {CONFIG} that is not of Hugging Face's layout; name another "
+            "folder"
+        )
+    params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
+    try:
+        with checkpoint.written(folder / _WEIGHTS):
+            save(folder, model.config, params, like=like)
+    except ValueError as error:
+        raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
+    spec = stored["flags"].get("tokenizer", "bytes")
+    _write_tokenizer(folder, data.open_tokenizer(spec, run, stored["data"]), like, spec)
+    say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
+    return model
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str) -> None:
+    """Write the tokenizer of a run, and in every file which of its tokens begin and end a text.
+
+    What a folder says of its tokenizer holds where that is the run's; of another's tokens nothing
+    stays.
+    """
+    begun = _same(like, tokenizer)
+    source = begun or _same(tokenizers.kind_of(spec), tokenizer) or tokenizer
+    if not begun:
+        for name in (_GENERATION, *tokenizers.FILES):
+            (folder / name).unlink(missing_ok=True)
+    begin, end = tokenizer.begin, tokenizer.end
+    ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": source.pad}
+    for name in (CONFIG, _GENERATION):
+        content = untrusted.read_json(folder, name, "configuration")
+        if content is None:
+            continue
+        kept = {key: v for key, v in content.items() if begun or not key.endswith("_token_id")}
+        ends = kept.get("eos_token_id")
+        more = isinstance(ends, list) and end in ends  # of a chat, say
+        _write(folder / name, kept | ids | ({"eos_token_id": ends} if more else {}))
+    if isinstance(tokenizer, tokenizers.Bytes):
+        return
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    texts = {key.removesuffix("_id"): tokenizer.tokenizer.id_to_token(ids[key]) for key in ids}
+    # A run adds the token that begins a text itself, and leaves out what would add it.
+    first = texts["bos_token"]
+    added = {"single": [first, "$A"], "pair": [first, "$A", first, "$B"]}
+    written = Tokenizer.from_str(tokenizer.stored())
+    written.post_processor = TemplateProcessing(**added, special_tokens=[(first, begin)])
+    _write(folder / tokenizers.FILE, json.loads(written.to_str()))
+    for name in ("special_tokens_map.json", "added_tokens.json"):  # `said` has what they say
+        (folder / name).unlink(missing_ok=True)
+    said = {name: v for name, v in source.said.items() if name != "added_tokens_decoder"}
+    said |= {name: tokenizers.text_of(said, name) for name in tokenizers.NAMED if said.get(name)}
+    of_class = {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": False}
+    of_class |= {"add_bos_token": True, "add_eos_token": False}
+    _write(folder / "tokenizer_config.json", said | of_class | texts)
+
+
+def _same(path: Any, tokenizer: Any) -> Any:
+    """The tokenizer of a file or folder if it is this one, else ``None``."""
+    if not isinstance(path, (str, Path)):
+        return None
+    try:
+        found = tokenizers.load(path)
+    except RunError:
+        return None
+    return found if found.stored() == tokenizer.stored() else None

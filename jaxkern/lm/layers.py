@@ -62,7 +62,7 @@ class _Layer(nnx.Module):
 
 
 class KeyValues(NamedTuple):
-    """What attention has seen of each sequence: its tokens' keys and values, from the first on."""
+    """The keys and values of the tokens of each sequence so far, from the first on."""
 
     keys: jax.Array  # (B, T, heads, P), rotated
     values: jax.Array  # (B, T, heads, P)

@@ -1,5 +1,6 @@
 """Whether a step fits, before it runs: on a CPU the system kills what does not."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def _needed(compiled: jax.stages.Compiled) -> int:
 def _check(needed: int, device: Any) -> None:
     available = available_memory(device)
     if available is not None and needed > available:
+        gib = lambda size: f"{size / 2**30:,.1f} GiB"
         raise RunError(
-            f"a step needs {_gib(needed)} of memory and {device.device_kind} has "
-            f"{_gib(available)}; {REMEDY}"
+            f"a step needs {gib(needed)} of memory and {device.device_kind} has {gib(available)}; "
+            f"{REMEDY}"
         )
 
 
@@ -59,28 +61,18 @@ def available_memory(device: Any) -> int | None:
     """Bytes that a program may use on `device`, or None if it cannot be told."""
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
-    limits = []
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            limits.append(int(line.split()[1]) * 1024)
-    limit = _number("/sys/fs/cgroup/memory.max")
-    used = _number("/sys/fs/cgroup/memory.current")
-    if limit is not None and used is not None:
-        limits.append(limit - used)
+    limits = [
+        1024 * int(size) for size in re.findall(r"MemAvailable: +(\d+)", _text("/proc/meminfo"))
+    ]
+    limit, used = (_text(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        limits.append(int(limit) - int(used))
     return min(limits, default=None)
 
 
-def _lines(path: str) -> list[str]:
+def _text(path: str) -> str:
+    """The content of a file; "" if it cannot be read."""
     try:
-        return Path(path).read_text().splitlines()
+        return Path(path).read_text()
     except OSError:
-        return []
-
-
-def _number(path: str) -> int | None:
-    lines = _lines(path)
-    return int(lines[0]) if lines and lines[0].isdigit() else None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:,.1f} GiB"
+        return ""

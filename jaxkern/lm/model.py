@@ -27,9 +27,9 @@ from flax import nnx
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.lm import layers
-from jaxkern.lm.classes import rows_of_parts
 from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
+from jaxkern.lm.vocabulary import embed
 from jaxkern.nn import remat as policies
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.precision import Policy
@@ -56,7 +56,7 @@ class Options:
         of each block what :mod:`jaxkern.nn.remat` says; or each ``"layer"`` from its input.
       scan_layers: whether the layers run in a loop.
       split: how the model is split between devices, inside ``shard_map``; ``None`` for one device.
-      gathers: whether its matrices are those of one device of ``split.fsdp``, to be gathered.
+      gathers: whether it has one device's parts of matrices, by ``split.fsdp``, to be gathered.
 
     Raises:
       ValueError: `remat` is none of these.
@@ -80,7 +80,7 @@ POLICIES = {
     "cheap": _both(policies.CHEAP, _kept(*layers.KEPT, "attention")),
     "scan": _both(policies.SCAN, _kept(*layers.KEPT)),
 }
-"""What a layer keeps for the backward."""
+"""The results that a layer keeps for the backward."""
 
 _TOGETHER = 4
 """Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
@@ -94,6 +94,7 @@ class MambaLM(nnx.Module):
     def __init__(self, config: ModelConfig, options: Options = Options(), *, rngs: nnx.Rngs):
         self.config = config
         self.options = options
+        self.split = options.split or Split(config)
         shape = (config.vocab_size, config.d_model)
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, jnp.float32))
         self.norm = nnx.Param(jnp.ones(config.d_model, jnp.float32))
@@ -108,18 +109,12 @@ class MambaLM(nnx.Module):
     def _stacked(self, kind: str, rngs: nnx.Rngs) -> Any:
         """All layers of a kind, and the norms before them."""
         config, options = self.config, self.options
+        how: Any = {"dtype": options.policy.compute, "implementation": options.implementation}
+        one = lambda rngs: layers.make(kind, config, rngs=rngs, **how)
         count = config.count(kind)
-
-        @nnx.split_rngs(splits=count)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def stacked(rngs):
-            dtype = options.policy.compute
-            how: Any = {"dtype": dtype, "implementation": options.implementation}
-            return layers.make(kind, config, rngs=rngs, **how)
-
-        of_kind: Any = stacked(rngs)
-        of_kind.norm = nnx.Param(jnp.ones((count, config.d_model), jnp.float32))
-        return of_kind
+        stacked: Any = nnx.split_rngs(splits=count)(nnx.vmap(one, in_axes=0, out_axes=0))(rngs)
+        stacked.norm = nnx.Param(jnp.ones((count, config.d_model), jnp.float32))
+        return stacked
 
     @property
     def stacks(self) -> dict[str, Any]:
@@ -141,8 +136,8 @@ class MambaLM(nnx.Module):
           segment_ids: (B, L), integers, for packed documents: one ends where the number changes,
             and its tokens have the logits that they have without the others.
           mask: (B, L), booleans or integers, false or 0 for padding, on the left or the right: the
-            other tokens have the logits that they have without it, and those of padding mean
-            nothing. Padding between tokens parts them as the end of a document does.
+            other tokens have the logits that they have without it, and padding's mean nothing.
+            Padding between tokens parts them as the end of a document does.
 
         Returns:
           (B, L, vocab_size), the policy's output dtype.
@@ -164,7 +159,7 @@ class MambaLM(nnx.Module):
     ) -> jax.Array:
         """Compute what the output layer multiplies: the last norm of what the layers give.
 
-        Other args and errors are those of a call.
+        Other args and errors are as for a call.
 
         Args:
           isolate_nan: whether a NaN surely stays in its document, see :func:`jaxkern.ssd`.
@@ -178,7 +173,7 @@ class MambaLM(nnx.Module):
             "segment_ids": segment_ids,
             "isolate_nan": isolate_nan,
             "axis_name": self.axis_name,
-            "sequence_axis": self.sequence_axis,
+            "sequence_axis": self.split.axis("sequence"),
         }
         mix = lambda block, x, *_: (block(x, **options), None)
         how: Any = {"unroll": 1 if self.options.scan_layers else True, "remat": self.options.remat}
@@ -187,12 +182,7 @@ class MambaLM(nnx.Module):
     @property
     def axis_name(self) -> str | None:
         """The mesh axis over which channels, heads and the vocabulary are split."""
-        return None if self.options.split is None else self.options.split.axis("tensor")
-
-    @property
-    def sequence_axis(self) -> str | None:
-        """The mesh axis over which sequences are split."""
-        return None if self.options.split is None else self.options.split.axis("sequence")
+        return self.split.axis("tensor")
 
     def gather_outer(self) -> None:
         """Joins the devices' parts of what is outside of the layers, once for a step."""
@@ -202,10 +192,9 @@ class MambaLM(nnx.Module):
                 setattr(self, name, nnx.Param(whole[name]))
 
     def _gathered(self, params: Any, **options: Any) -> Any:
-        split, policy = self.options.split, self.options.policy
-        if split is None or not self.options.gathers:
+        if not self.options.gathers:
             return params
-        return split.gathered(params, policy.compute, **options)
+        return self.split.gathered(params, self.options.policy.compute, **options)
 
     @property
     def output_layer(self) -> jax.Array:
@@ -219,7 +208,7 @@ class MambaLM(nnx.Module):
 
         Args:
           tokens: (B, L), any integer dtype, L at least 1.
-          state: what earlier tokens left; by default that of :meth:`init_state`.
+          state: what earlier tokens left; by default :meth:`init_state`.
           mask: (B, L), booleans or integers, false or 0 for padding, wherever it stands: a row has
             the logits and the state that it has without it. A row with padding begins anew,
             whatever `state` it had; one of padding alone is left with the state before the first
@@ -232,9 +221,7 @@ class MambaLM(nnx.Module):
         Raises:
           TypeError, ValueError: as a call does; ValueError without the state that attention needs.
         """
-        if mask is not None:
-            tokens, mask = _padded_left(tokens, mask)
-        tokens, segment_ids = _check(tokens, None, mask)
+        tokens, segment_ids = _check(tokens, None, mask, to_left=True)
         if not tokens.shape[1]:
             raise ValueError(f"tokens must have at least one token a row, got shape {tokens.shape}")
         options: Any = {"return_cache": True, "segment_ids": segment_ids}
@@ -247,8 +234,9 @@ class MambaLM(nnx.Module):
 
         before = self.init_state(len(tokens)) if state is None else state
         stream, after = self._run(mix, tokens, before)
-        if mask is not None:
-            read = lambda leaf: mask[:, -1].reshape(1, -1, *[1] * (leaf.ndim - 2))
+        if segment_ids is not None:
+            last = segment_ids[:, -1] != 0
+            read = lambda leaf: last.reshape(1, -1, *[1] * (leaf.ndim - 2))
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
@@ -262,10 +250,10 @@ class MambaLM(nnx.Module):
         return self._logits(self._last_norm(*stream)), state
 
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
-        """The state before the first token, of each kind that of all layers stacked.
+        """The state before the first token, of each kind all layers' stacked.
 
-        Where there is attention, `length` is how many tokens a row will have at most, those of its
-        prompt among them.
+        Where there is attention, `length` is how many tokens a row will have at most, its prompt's
+        among them.
         """
         if "attention" in self.config.kinds and length is None:
             raise ValueError(
@@ -354,12 +342,7 @@ class MambaLM(nnx.Module):
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
         table = whole_beside(self.embedding[...], tokens).astype(jnp.float32)
-        size = self.config.vocab_size
-        if size > _PRODUCT_UP_TO:
-            x = rows_of_parts(rows_of, table, _counting_to(tokens, size + 1), self.axis_name)
-        else:
-            x = rows_of_parts(product_with, table, tokens, self.axis_name)
-        x = nan_if_unknown(x, tokens[..., None], size)
+        x = embed(table, tokens, self.config.vocab_size, self.axis_name)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
     def _last_norm(self, x, out):
@@ -371,123 +354,46 @@ class MambaLM(nnx.Module):
         return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
-        """Returns the normalised sum in the dtype of `out`, and the sum in that of the stream."""
+        """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""
         options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
         return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
 
 
-def _check(tokens: Any, segment_ids: Any, mask: Any) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the tokens, 0 for padding, and the segments that both other arguments make."""
-    tokens = _integers("tokens", tokens)
-    if tokens.ndim != 2:
-        raise ValueError(
-            f"tokens must have shape (B, L), got {tokens.shape}; give one sequence as tokens[None]"
-        )
-    if segment_ids is not None:
-        segment_ids = _integers("segment_ids", segment_ids, tokens.shape)
+def _check(
+    tokens: Any, segment_ids: Any, mask: Any, *, to_left: bool = False
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the tokens, 0 for padding, and the segments that both other arguments make.
+
+    Padding is 0 there where there are no `segment_ids`; `to_left` moves it to the front.
+    """
+    tokens = jnp.asarray(tokens)
+    named = {"tokens": tokens, "segment_ids": segment_ids, "mask": mask}
+    for name, value in named.items():
+        value = tokens if value is None else jnp.asarray(value)
+        if not jnp.issubdtype(value.dtype, jnp.integer) and (name, value.dtype) != ("mask", bool):
+            raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+        if name == "tokens" and value.ndim != 2:
+            raise ValueError(
+                f"tokens must have shape (B, L), got {value.shape}; give one sequence as "
+                "tokens[None]"
+            )
+        if value.shape != tokens.shape:
+            raise ValueError(
+                f"{name} must have shape {tokens.shape} = (B, L) of tokens, got {value.shape}"
+            )
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     if mask is None:
         return tokens, segment_ids
-    mask = _booleans(mask, tokens.shape)
+    mask = jnp.asarray(mask) != 0
+    if to_left:
+        order = jnp.argsort(mask, axis=-1, stable=True)
+        tokens, mask = (jnp.take_along_axis(leaf, order, -1) for leaf in (tokens, mask))
     tokens = jnp.where(mask, tokens, 0)
     if segment_ids is None:
         return tokens, mask.astype(jnp.int32)
     first = jnp.zeros((len(tokens), 1), bool)
     ends = (segment_ids[:, 1:] != segment_ids[:, :-1]) | (mask[:, 1:] != mask[:, :-1])
     return tokens, jnp.cumsum(jnp.concatenate([first, ends], axis=1), axis=1, dtype=jnp.int32)
-
-
-def _integers(name: str, value: Any, shape: tuple[int, ...] | None = None) -> jax.Array:
-    value = jnp.asarray(value)
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
-    if shape is not None and value.shape != shape:
-        raise ValueError(f"{name} must have shape {shape} = (B, L) of tokens, got {value.shape}")
-    return value
-
-
-def _booleans(mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    mask = jnp.asarray(mask)
-    if mask.dtype == bool:
-        mask = mask.astype(jnp.int32)
-    return _integers("mask", mask, shape) != 0
-
-
-def _padded_left(tokens: Any, mask: Any) -> tuple[jax.Array, jax.Array]:
-    """Moves the padding of every row to its front."""
-    tokens = _integers("tokens", tokens)
-    mask = _booleans(mask, tokens.shape)
-    order = jnp.argsort(mask, axis=-1, stable=True)
-    return jnp.take_along_axis(tokens, order, -1), jnp.take_along_axis(mask, order, -1)
-
-
-# An indexed read's own gradient adds with atomics on a GPU, in another order on every run. For
-# bytes a product does instead, exact here and its transpose one too; for large vocabularies
-# `rows_of`.
-_PRODUCT_UP_TO = 1024
-
-
-def product_with(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Reads rows of a table (V, D) fp32 for tokens (...) by a product: (..., D)."""
-    chosen = one_hot(tokens, len(table)).astype(jnp.float32)
-    return jnp.matmul(chosen, table, precision="highest")
-
-
-@jax.custom_vjp
-def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Reads rows of a table (V, D) fp32 for tokens (...): (..., D), its gradient deterministic.
-
-    The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
-    first, and each token's last sum is written to its row. A NaN or an infinity in one of them
-    reaches the sums of the tokens sorted after it, in its column.
-    """
-    return table[tokens]
-
-
-def _rows_fwd(table, tokens):
-    return table[tokens], (table, tokens)
-
-
-def _rows_bwd(res, dout):
-    table, tokens = res
-    size, dim = table.shape
-    tokens = tokens.reshape(-1).astype(jnp.promote_types(tokens.dtype, jnp.int32))
-    tokens = jnp.where(tokens < 0, tokens + size, tokens)
-    order = jnp.argsort(tokens)
-    token, rows = tokens[order], dout.reshape(-1, dim)[order]
-    again = (token == jnp.roll(token, 1)).at[:1].set(False)
-    sums = jaxkern.linear_scan(
-        jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)[None], rows[None]
-    )[0]
-    last = jnp.roll(~again, -1)
-    # The others have rows of their own past the end: if two rows might be one, XLA would first
-    # sort all elements by where they go, so that it is certain which of them stays.
-    row = jnp.where(last, token, size + jnp.arange(len(token), dtype=token.dtype))
-    dtable = jnp.zeros_like(table).at[row].set(sums, mode="drop", unique_indices=True)
-    return dtable, None
-
-
-rows_of.defvjp(_rows_fwd, _rows_bwd)
-
-
-def one_hot(tokens: jax.Array, size: int) -> jax.Array:
-    """Tokens (...) of any integer dtype -> (..., size) bool."""
-    tokens = _counting_to(tokens, size)
-    every = jnp.arange(size, dtype=tokens.dtype)
-    return tokens[..., None] == every.reshape((1,) * tokens.ndim + (size,))
-
-
-def _counting_to(tokens: jax.Array, size: int) -> jax.Array:
-    """The tokens in a dtype that holds all of `size`."""
-    return tokens if jnp.iinfo(tokens.dtype).max >= size - 1 else tokens.astype(jnp.int32)
-
-
-def nan_if_unknown(values: jax.Array, tokens: jax.Array, size: int) -> jax.Array:
-    """The values, but NaN for a token outside a vocabulary of `size`; shapes broadcast."""
-    limits = jnp.iinfo(tokens.dtype)
-    if limits.min >= 0 and limits.max < size:
-        return values
-    tokens = _counting_to(tokens, size)
-    return jnp.where((tokens >= 0) & (tokens <= size - 1), values, jnp.nan)
 
 
 def initial_params(config: ModelConfig, seed: Any = 0) -> dict[str, Any]:

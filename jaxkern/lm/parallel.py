@@ -26,6 +26,7 @@ checkpoints have them in the model's own.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -35,7 +36,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxkern.lm.config import AXES, ModelConfig, SplitError, TrainConfig, axes_of, mesh_of
+from jaxkern.lm.config import AXES, ModelConfig, RunError, TrainConfig, axes_of
 from jaxkern.nn import mamba2
 from jaxkern.nn.collectives import enter, gather
 from jaxkern.optim.gradients import sum_of_squares
@@ -63,10 +64,6 @@ class Split:
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
-    def devices(self) -> int:
-        return math.prod(self.sizes.values())
-
-    @property
     def of_batch(self) -> int:
         """Between how many devices the sequences of a batch are split."""
         return math.prod(getattr(self, axis) for axis in BATCH)
@@ -80,11 +77,6 @@ class Split:
     def axes(self) -> tuple[str, ...]:
         """The axes of the mesh that more than one device shares."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)
-
-    @property
-    def mesh(self) -> str:
-        """The axes that more than one device shares, as ``--mesh`` names them."""
-        return mesh_of({axis: self.sizes[axis] for axis in self.axes})
 
     def axis(self, name: str) -> str | None:
         """`name` if more than one device shares that axis."""
@@ -235,9 +227,8 @@ class Split:
         columns = []
         for device in range(self.tensor):
             for start, (size, split) in zip(starts, parts, strict=True):
-                count = size // self.tensor if split else size
-                first = start + (device * count if split else 0)
-                columns.append(np.arange(first, first + count))
+                part = np.arange(start, start + size)
+                columns.append(np.split(part, self.tensor)[device] if split else part)
         return np.concatenate(columns)
 
     def to_devices(self, tree: Any) -> Any:
@@ -261,14 +252,11 @@ class Split:
         """Indices of those of a device's columns of a parameter that every device has."""
         if name not in self._reordered:
             return []
-        found, start = [], 0
-        for size, split in self.parts(name):
-            count = size // self.tensor if split else size
-            if not split:
-                whole = (slice(None),) * self._reordered[name]
-                found.append((*whole, slice(start, start + count)))
-            start += count
-        return found
+        parts, before = self.parts(name), (slice(None),) * self._reordered[name]
+        counts = [size // self.tensor if split else size for size, split in parts]
+        ends = itertools.accumulate(counts)
+        spans = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        return [(*before, s) for s, (_, split) in zip(spans, parts, strict=True) if not split]
 
 
 _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
@@ -306,98 +294,60 @@ def split_of(config: TrainConfig, devices: int) -> Split:
     """How a run's model is split between devices.
 
     Raises:
-      SplitError: it cannot be, or the batch or its sequences cannot.
+      RunError: it cannot be, or the batch or its sequences cannot.
     """
-    sizes = axes_of(config.mesh) if config.mesh else {config.parallel: devices}
+    sizes = axes_of(config.mesh) or {config.parallel or "data": devices}
     if math.prod(sizes.values()) != devices:
-        raise SplitError(
+        raise RunError(
             f"--mesh {config.mesh} is of {math.prod(sizes.values())} devices and --devices says "
-            f"{devices}",
-            "leave --devices out",
+            f"{devices}; leave --devices out, or give --mesh or --parallel, too"
         )
     split = Split(config.model, **sizes)
-    _check_model(config, split)
-    _check_batch(config, split)
-    if split.sequence > 1:
-        _check_parts(config, split)
+    asked = f"--mesh {config.mesh}"
+    if not config.mesh:
+        asked = f"--parallel {config.parallel or 'data'} over {devices} devices"
+    _check_model(split, asked)
+    parts = config.grad_accum * split.of_batch
+    if config.batch_size % parts:
+        accumulated = f"--grad-accum {config.grad_accum} × " if config.grad_accum > 1 else ""
+        raise RunError(
+            f"--batch-size {config.batch_size} cannot be split over {accumulated}{split.of_batch} "
+            f"devices ({asked}); choose a multiple of {parts}, or fewer devices"
+        )
+    chunk, before = config.model.block.chunk, config.model.sizes.d_conv - 1
+    length, least = config.seq_len, split.sequence * chunk
+    if split.sequence > 1 and (length % least or length < split.sequence * before):
+        multiple = max(-(-length // least), -(-before // chunk)) * least
+        raise RunError(
+            f"{asked} cannot split the {length} tokens of --seq-len into equal parts of whole "
+            f"chunks of {chunk} tokens, each as long as the {before} that the convolution looks "
+            f"back; choose --seq-len {multiple}, or a smaller axis"
+        )
     return split
 
 
-def _named(config: TrainConfig, split: Split, *axes: str) -> str:
-    """The flags by which a run is split over axes."""
-    if not config.mesh:
-        return f"--parallel {config.parallel} over {split.devices} devices"
-    return f"--mesh {mesh_of({axis: split.sizes[axis] for axis in axes if split.axis(axis)})}"
-
-
-def _check_model(config: TrainConfig, split: Split) -> None:
+def _check_model(split: Split, asked: str) -> None:
     """Refuses axes of which a dimension of the model is no multiple."""
-    model = config.model
-    sizes = model.sizes
-
-    def check(axes: tuple[str, ...], size: int, dimension: str, *, one: bool = False) -> None:
-        count = math.prod(split.sizes[axis] for axis in axes)
-        if size % count == 0 or (one and size == 1):
-            return
-        fitting = [str(n) for n in range(2, min(size, 64) + 1) if size % n == 0]
-        numbers = " or ".join(filter(None, (", ".join(fitting[:-1]), *fitting[-1:])))
-        other = "another axis" if config.mesh else "another --parallel"
-        if not config.mesh:
-            numbers = f"--devices {numbers}"
-        elif sum(split.sizes[axis] > 1 for axis in axes) > 1:
-            numbers = f"sizes whose product is {numbers}"
-        raise SplitError(
-            f"{_named(config, split, *axes)} cannot split the model's {dimension} into equal parts",
-            f"choose {numbers}, or {other}" if fitting else f"choose {other}",
+    model, sizes = split.model, split.model.sizes
+    if model.hybrid and (split.axis("tensor") or split.axis("sequence")):
+        raise RunError(
+            f"{asked} splits Mamba blocks alone by tensor and sequence, and this model has layers "
+            f"{model.layers!r}; choose data or fsdp"
         )
-
-    if model.hybrid and (axis := split.axis("tensor") or split.axis("sequence")):
-        raise SplitError(
-            f"{_named(config, split, axis)} splits Mamba blocks alone, and this model has layers "
-            f"{model.layers!r}",
-            "choose data or fsdp",
-        )
-    check(("fsdp",), model.d_model, f"width d_model of {model.d_model}")
-    check(("fsdp", "tensor"), sizes.d_inner, f"{sizes.d_inner} inner channels")
-    check(("tensor",), model.vocab_size, f"vocabulary of {model.vocab_size} tokens")
+    dimensions = [
+        (split.fsdp, model.d_model, "width d_model of {}"),
+        (split.fsdp * split.tensor, sizes.d_inner, "{} inner channels"),
+        (split.tensor, model.vocab_size, "vocabulary of {} tokens"),
+    ]
     if isinstance(sizes, mamba2.Sizes):
-        groups = sizes.ngroups
-        check(("tensor",), sizes.heads, f"{sizes.heads} heads")
-        check(("tensor",), groups, f"{groups} groups that share B and C", one=True)
-        groups = groups if sizes.norm_groups is None else sizes.norm_groups
-        check(("tensor",), groups, f"{groups} groups of the norm", one=True)
-
-
-def _check_batch(config: TrainConfig, split: Split) -> None:
-    """Refuses a batch that cannot be split into equal parts."""
-    parts = config.grad_accum * split.of_batch
-    if config.batch_size % parts == 0:
-        return
-    accumulated = f"--grad-accum {config.grad_accum} × " if config.grad_accum > 1 else ""
-    smaller = "fewer --devices"
-    if config.mesh:
-        smaller = f"a smaller {' or '.join(axis for axis in BATCH if split.axis(axis))} in --mesh"
-    raise SplitError(
-        f"--batch-size {config.batch_size} cannot be split over {accumulated}{split.of_batch} "
-        "devices",
-        f"choose a multiple of {parts}, or {smaller}",
-    )
-
-
-def _check_parts(config: TrainConfig, split: Split) -> None:
-    """Refuses a sequence that cannot be in so many parts, of which the ops need whole chunks."""
-    length, block, parts = config.seq_len, config.model.block, split.sequence
-    told = f"{_named(config, split, 'sequence')} cannot split the {length} tokens of --seq-len"
-    smaller = "a smaller axis" if config.mesh else "fewer --devices"
-    if length % (parts * block.chunk):
-        multiple = -(-length // (parts * block.chunk)) * parts * block.chunk
-        raise SplitError(
-            f"{told} into equal parts of whole chunks of {block.chunk} tokens",
-            f"choose --seq-len {multiple}, or {smaller}",
-        )
-    before = config.model.sizes.d_conv - 1
-    if length < parts * before:
-        raise SplitError(
-            f"{told}: a part is shorter than the {before} tokens that the convolution looks back",
-            f"choose --seq-len {-(-before // block.chunk) * parts * block.chunk}, or {smaller}",
-        )
+        of_norm = sizes.ngroups if sizes.norm_groups is None else sizes.norm_groups
+        dimensions.append((split.tensor, sizes.heads, "{} heads"))
+        for groups, what in ((sizes.ngroups, "that share B and C"), (of_norm, "of the norm")):
+            if groups > 1:  # of one every device has all
+                dimensions.append((split.tensor, groups, f"{{}} groups {what}"))
+    for count, size, what in dimensions:
+        if size % count:
+            raise RunError(
+                f"{asked} cannot split the model's {what.format(size)} into {count} equal parts; "
+                f"choose a divisor of {size}, or another axis"
+            )

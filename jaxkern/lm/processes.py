@@ -28,7 +28,6 @@ _TIMES: dict[str, Any] = {
     "shutdown_timeout_seconds": _LONG,
 }
 _LOST = r"Gloo \w+ failed|remote process exited|Socket closed|heartbeat|distributed service"
-_BY_HAND = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1"
 
 
 class Alone:
@@ -64,11 +63,17 @@ class Several(Alone):
 
     def __init__(self, arguments: dict[str, Any]):
         import jax
-        from jax.experimental import multihost_utils
 
         count = arguments.get("num_processes", "all")
-        if arguments.get("process_id") == 0:
-            _check_port(arguments["coordinator_address"])
+        if arguments.get("process_id") == 0:  # JAX would crash
+            port = arguments["coordinator_address"].rpartition(":")[2]
+            try:
+                socket.create_server(("", int(port))).close()
+            except (OSError, ValueError, OverflowError) as error:
+                raise RunError(
+                    f"process 0 cannot listen to port {port} ({error}); name another in "
+                    "--coordinator HOST:PORT"
+                ) from None
         stop.say(f"hosts    waiting at most 5 minutes for {count} processes …")
         # JAX holds Python's lock while it waits, so no handler runs, and then handles SIGTERM.
         before = signal.getsignal(signal.SIGINT)
@@ -80,17 +85,14 @@ class Several(Alone):
             self.index, self.count = jax.process_index(), jax.process_count()
         except Exception as error:  # of the cluster's own kinds
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RunError(f"JAX cannot join {count} processes ({reason}); {_BY_HAND}") from None
+            raise RunError(
+                f"JAX cannot join {count} processes ({reason}); name --coordinator HOST:PORT, "
+                "--processes N and --process I, or --processes 1"
+            ) from None
         finally:
             signal.signal(signal.SIGINT, before)
-        if (own := jax.local_device_count()) * self.count != jax.device_count():
-            raise RunError(
-                f"process {self.index} of {self.count} has {own} of all {jax.device_count()} "
-                "devices; give each process as many, by CUDA_VISIBLE_DEVICES"
-            )
         self.main, self.name = self.index == 0, f"process {self.index}: "
         self.together, self._asked, self._told = False, False, 0
-        self._jax, self._hosts = jax, multihost_utils
 
     def check(self, flags: dict[str, Any]) -> None:
         """Refuse processes that were started with different flags or have different versions."""
@@ -110,14 +112,16 @@ class Several(Alone):
         return told["value"]
 
     def stop_after(self, done: int) -> int | None:
+        from jax.experimental import multihost_utils
+
         own = stop.requested() or 0
         if own and not self._asked:
             self._asked = True
             os.kill(os.getpid(), signal.SIGTERM)  # for JAX, which tells all processes
-        if not self._hosts.reached_preemption_sync_point(done):
+        if not multihost_utils.reached_preemption_sync_point(done):
             return None
         self.together = True
-        return int(self._hosts.process_allgather(np.int32(own)).max()) or signal.SIGTERM
+        return int(multihost_utils.process_allgather(np.int32(own)).max()) or signal.SIGTERM
 
     def trained(self) -> None:
         self.together = True
@@ -128,14 +132,17 @@ class Several(Alone):
 
     def end(self) -> None:
         """Wait for the others' end, or tell those that wait for process 0 of an error of it."""
+        import jax
+
         with contextlib.suppress(Exception, stop.Stopped), stop.deferred():
             if self.together:
-                self._jax.distributed.shutdown()
+                jax.distributed.shutdown()
             elif self.main:  # if all have that error, they have 5 seconds to tell of it
                 self._tell({"error": "process 0 has ended, and says why"}, timeout=5)
 
     def _tell(self, value: Any, *, timeout: int = _LONG) -> list[Any]:
         """The values of all processes, which JSON has."""
+        from jax.experimental.multihost_utils import process_allgather
         from orbax.checkpoint.multihost import sync_global_processes
 
         self._told += 1
@@ -143,21 +150,9 @@ class Several(Alone):
         # Devices would not wait for each other for so long.
         sync_global_processes(f"jaxkern {self._told}", timeout=timeout, processes=everyone)
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-        sizes = self._hosts.process_allgather(np.int32(data.size))
-        rows = self._hosts.process_allgather(np.pad(data, (0, sizes.max() - data.size)))
+        sizes = process_allgather(np.int32(data.size))
+        rows = process_allgather(np.pad(data, (0, sizes.max() - data.size)))
         return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
-
-
-def _check_port(address: str) -> None:
-    """Refuse a port that process 0 cannot listen to, of which JAX would crash."""
-    port = address.rpartition(":")[2]
-    try:
-        socket.create_server(("", int(port))).close()
-    except (OSError, ValueError, OverflowError) as error:
-        raise RunError(
-            f"process 0 cannot listen to port {port} ({error}); name another in --coordinator "
-            "HOST:PORT"
-        ) from None
 
 
 @contextlib.contextmanager
@@ -211,30 +206,18 @@ _OPEN_MPI, _SLURM = (  # how many processes there are, of these on this host, an
 
 def _launched() -> dict[str, Any] | None:
     """JAX's arguments where Slurm, Open MPI or Kubernetes runs this process as one of several."""
-    starts = {name: re.match(r"\d+", value) for name, value in os.environ.items()}
-    numbers = {name: int(start[0]) for name, start in starts.items() if start}
-    mpi = _OPEN_MPI[0] in numbers  # which may itself be a task of Slurm
-    count, on_host, local = (numbers.get(name, 1) for name in (_OPEN_MPI if mpi else _SLURM))
-    arguments: dict[str, Any] = {"num_processes": count}
-    if not mpi and numbers.get("PMI_SIZE", count) not in (1, count):  # Slurm may set it, too
-        raise RunError(
-            f"PMI_SIZE={numbers['PMI_SIZE']} says that this process is one of several by MPICH or "
-            f"Intel MPI, which do not tell where process 0 is; {_BY_HAND}"
-        )
+    mpi = _OPEN_MPI[0] in os.environ  # which may itself be a task of Slurm
+    starts = (re.match(r"\d+", os.environ.get(name, "")) for name in (_OPEN_MPI if mpi else _SLURM))
+    count, on_host, local = (int(start[0]) if start else 1 for start in starts)
     if count == 1:
         pod = {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= os.environ.keys()
-        return {"local_device_ids": []} if pod and not mpi else None
+        return {"local_device_ids": []} if pod else None
+    arguments: dict[str, Any] = {"num_processes": count}
     if mpi and "OMPI_MCA_orte_hnp_uri" not in os.environ:  # version 5 names no host
         arguments["cluster_detection_method"] = "mpi4py"
+    # By itself JAX takes one GPU for each process. An empty list stands for all that it sees.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
-    # By itself JAX takes one for each process. An empty list stands for all that it sees.
     shared = on_host > 1 and "SLURM_GPUS_PER_TASK" not in os.environ
-    found = len([gpu for gpu in gpus if gpu])
-    if shared and found > on_host and found % on_host:
-        raise RunError(
-            f"{found} GPUs are not shared evenly by the {on_host} processes of this host; start as "
-            "many as divide them"
-        )
-    each = found // on_host if shared else 0
+    each = len(gpus) // on_host if shared else 0
     return arguments | {"local_device_ids": [*range(local * each, (local + 1) * each)]}

@@ -5,6 +5,7 @@ ahead of time, lowers the very programs that ``jaxkern train`` does.
 """
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -13,9 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxkern.core import cache
+from jaxkern.core import cache, kernel_call
+from jaxkern.core.target import GPUS, lowering_for
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import Packed, dtype_of
+from jaxkern.lm.data import Packed, dtype_of, size_of
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import BATCH, Split, split_of
 from jaxkern.lm.step import (
@@ -33,7 +35,7 @@ from jaxkern.precision import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a run lie.
+    """Placement of the arrays of a run.
 
     Attributes:
       devices: all of them.
@@ -53,11 +55,11 @@ class Placement:
           RunError: model or batch cannot be split so.
         """
         split = split_of(config, len(devices))
-        axes = split.axes
-        if not axes:
+        if not (axes := split.axes):
             return Placement(tuple(devices), split, None)
         grid = np.array(devices).reshape([split.sizes[axis] for axis in axes])
-        return Placement(tuple(devices), split, Mesh(grid, axes, axis_types=_auto(axes)))
+        mesh = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+        return Placement(tuple(devices), split, mesh)
 
     @property
     def platform(self) -> str:
@@ -73,17 +75,14 @@ class Placement:
     @property
     def first_split(self) -> Any:
         """Windows of tokens whose first axis is the batch."""
-        return self.sharding(*self._windows)
+        batch = tuple(axis for axis in BATCH if self.split.axis(axis))
+        return self.sharding(batch, self.split.axis("sequence"))
 
     @property
     def second_split(self) -> Any:
         """Windows of tokens whose second axis is the batch."""
-        return self.sharding(None, *self._windows)
-
-    @property
-    def _windows(self) -> tuple[Any, ...]:
         batch = tuple(axis for axis in BATCH if self.split.axis(axis))
-        return batch, self.split.axis("sequence")
+        return self.sharding(None, batch, self.split.axis("sequence"))
 
     def shardings(self, tree: Any, *, stored: bool = False) -> Any:
         """How the leaves of a tree of parameters, or of a training state, are split.
@@ -113,20 +112,15 @@ class Placement:
 
     def to_stored(self, state: Any) -> Any:
         """The state with its columns in the order of checkpoints."""
-        return self._moved(state, self.split.to_stored, stored=True)
+        if self.split.tensor == 1:
+            return state
+        return self.jit(self.split.to_stored, self.shardings(state, stored=True))(state)
 
     def to_devices(self, state: Any) -> Any:
         """The state of a checkpoint with its columns in the order of the devices."""
-        return self._moved(state, self.split.to_devices, stored=False)
-
-    def _moved(self, state: Any, move: Callable[..., Any], *, stored: bool) -> Any:
         if self.split.tensor == 1:
             return state
-        return self.jit(move, self.shardings(state, stored=stored))(state)
-
-
-def _auto(axes: Sequence[str]) -> tuple[AxisType, ...]:
-    return (AxisType.Auto,) * len(axes)
+        return self.jit(self.split.to_devices, self.shardings(state))(state)
 
 
 def precision_policy(config: TrainConfig) -> Policy:
@@ -137,14 +131,12 @@ def precision_policy(config: TrainConfig) -> Policy:
         raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
-def model_structure(
-    config: TrainConfig, split: Split | None = None, *, gathers: bool = True
-) -> Any:
+def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
     """The model of a run, to be merged with parameters.
 
     Args:
       config: of the run.
-      split: how it is split between devices; ``None`` for one.
+      split: how it is split between devices.
       gathers: whether the model gathers the matrices that ``split.fsdp`` splits.
     """
     implementation: Any = None if config.implementation == "auto" else config.implementation
@@ -234,7 +226,7 @@ def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowere
 
 
 class Programs(NamedTuple):
-    """What a run executes, compiled.
+    """Compiled programs of a run.
 
     Attributes:
       init: seed -> the state before the first step; ``None`` for a run that has one.
@@ -258,9 +250,7 @@ def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) 
     # Under JAX_CHECK_TRACER_LEAKS threads share a list of traces, which holds for one of them.
     pool = ThreadPoolExecutor(1 if jax.config.jax_check_tracer_leaks else None)
     try:
-        return Programs(
-            *(future.result() for future in [pool.submit(f) for f in (init, step, loss)])
-        )
+        return Programs(*pool.map(lambda compiled: compiled(), (init, step, loss)))
     finally:  # a signal does not wait for what compiles
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -275,3 +265,41 @@ def keep_programs() -> None:
     # A program for several devices holds pointers to how kernels are partitioned. The names of the
     # functions that they stand in tell the kernels apart (KernelPass).
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+
+
+def warm(config: TrainConfig, gpu: str, devices: int) -> None:
+    """Keep the kernels of a training step in the cache, on a machine that need not have a GPU.
+
+    Args:
+        config: of a run.
+        gpu: a name in ``jaxkern.core.target.GPUS``.
+        devices: how many GPUs share each batch.
+
+    Raises:
+        RunError: whatever the user can put right.
+    """
+    there = [name for name, each in GPUS.items() if each.unsupported is None]
+    if gpu not in there:
+        what = f"has no kernels: {GPUS[gpu].unsupported}" if gpu in GPUS else "is not known"
+        raise RunError(f"--gpu {gpu} {what}; choose one of {', '.join(there)}")
+    if (folder := cache.folder()) is None:
+        raise RunError("the cache is switched off by JAXKERN_CACHE; unset it to keep kernels")
+    config = config.for_tokens(size_of(config.tokenizer))
+    placement = Placement.of(config, jax.devices()[:devices])
+    shared = f", split over {devices}" if devices > 1 else ""
+    print(f"lowering the training step of {config.preset}{shared} …", flush=True)
+    began = time.perf_counter()
+    with lowering_for(gpu):
+        step = lowered_step(config, placement, platform="cuda")
+        if devices > 1:
+            # To compile XLA first splits the program, which lowers the kernels of one device's
+            # part; then it finds that this machine cannot run them.
+            try:
+                step.compile()
+            except jax.errors.JaxRuntimeError as error:
+                if "mosaic_gpu" not in str(error):
+                    raise
+    made, found = sum(kernel_call.lowerings.values()), kernel_call.found_on_disk
+    seconds = time.perf_counter() - began
+    print(f"{made} kernels lowered for {GPUS[gpu]}, {found} were there, in {seconds:.0f} s")
+    print(f"they are in {folder}; {cache.summary().entries} kernels in all")

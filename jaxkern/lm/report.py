@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data import write_atomically
@@ -41,8 +43,7 @@ class MetricsLog:
         if self._file is None:
             return
         # JSON has neither NaN nor infinity, and the loss of a step that fp16 skipped may be one.
-        told = lambda value: value if math.isfinite(value) else None
-        records = [{key: told(value) for key, value in record.items()} for record in records]
+        records = [{k: v if math.isfinite(v) else None for k, v in r.items()} for r in records]
         self.records += records
         self._file.write("".join(map(_line, records)))
         self._file.flush()
@@ -67,30 +68,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         RunError: if another line is no record, or the steps are not in order.
     """
-    if not path.exists():
-        return []
     records: list[dict[str, Any]] = []
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
         if not line.endswith(b"\n"):
             continue
         try:
-            record: Any = json.loads(line)
-        except ValueError:
-            record = None
-        if not _is_record(record) or (records and record["step"] <= records[-1]["step"]):
+            record = json.loads(line)
+            numbers = all(value is None or type(value) in (int, float) for value in record.values())
+            if not numbers or (records and record["step"] <= records[-1]["step"]):
+                raise ValueError
+        except (ValueError, TypeError, AttributeError, KeyError):
             raise RunError(
                 f"{path}, line {number} is not a record of jaxkern; mend it, or move the file away "
                 "to go on without the earlier losses"
-            )
+            ) from None
         records.append(record)
     return records
-
-
-def _is_record(record: Any) -> bool:
-    if not isinstance(record, dict) or type(record.get("step")) is not int:
-        return False
-    return all(value is None or type(value) in (int, float) for value in record.values())
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -133,12 +127,9 @@ def validation_told(record: dict[str, Any]) -> str:
     if PERPLEXITY not in record:
         return text
     text += f" · perplexity {record[PERPLEXITY]:.4g}"
-    of_each = [
-        f"{key.partition('/')[2]} {value:.4g}"
-        for key, value in record.items()
-        if key.startswith(f"{PERPLEXITY}/")
-    ]
-    return f"{text} ({', '.join(of_each)})" if of_each else text
+    prefix = f"{PERPLEXITY}/"
+    each = [f"{k.removeprefix(prefix)} {v:.4g}" for k, v in record.items() if k.startswith(prefix)]
+    return f"{text} ({', '.join(each)})" if each else text
 
 
 class Progress:
@@ -152,7 +143,7 @@ class Progress:
         self._began = time.perf_counter()
         self._bar, self._text = None, ""
         if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
-            from tqdm.auto import tqdm
+            from tqdm import tqdm
 
             form = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left"
             options = {"unit": "step", "dynamic_ncols": True, "bar_format": form}
@@ -164,20 +155,21 @@ class Progress:
         losses = [r["loss"] for r in records if math.isfinite(r["loss"])] or [math.nan]
         loss = sum(losses) / len(losses)
         text = f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · {speed:,.0f} tokens/s"
-        held_out = ""
-        if records[-1].get("validation_bits_per_byte") is not None:
-            held_out = validation_told(records[-1])
-        self._text = text
+        known = records[-1].get("validation_bits_per_byte") is not None
+        held_out = f" · {validation_told(records[-1])}" if known else ""
+        self._text = f"{text} · "
         if self._bar is None:
             left = (time.perf_counter() - self._began) / (step - self._start) * (self._steps - step)
-            line = f"{self._at(step)} · {text} · {_duration(left)} left"
-            stop.say(f"{line} · {held_out}" if held_out else line)
+            minutes, seconds = divmod(round(left), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f"{hours}:{minutes:02}" if hours else f"{minutes}"
+            stop.say(f"{self._at(step)} · {text} · {left}:{seconds:02} left{held_out}")
             return
         with stop.output_may_close():
-            self._bar.set_description_str(text + " · ", refresh=False)
+            self._bar.set_description_str(self._text, refresh=False)
             self._bar.update(step - self._bar.n)
             if held_out:
-                self._bar.write(f"step {step} · {held_out}")
+                self._bar.write(f"step {step}{held_out}")
 
     def tell(self, text: str) -> None:
         """Print lines that stay."""
@@ -188,14 +180,14 @@ class Progress:
     def during(self, step: int, what: str) -> Iterator[None]:
         """Show on a terminal that steps wait for `what`; elsewhere, afterwards, for how long."""
         began = time.perf_counter()
-        if self._bar is not None:
-            with stop.output_may_close():
-                self._bar.set_description_str(f"{what} at step {step} · ")
-        yield
-        if self._bar is not None:
-            self._bar.set_description_str(self._text + " · ", refresh=False)
-        else:
+        if self._bar is None:
+            yield
             stop.say(f"{self._at(step)} · {what} took {time.perf_counter() - began:.2f} s")
+            return
+        with stop.output_may_close():
+            self._bar.set_description_str(f"{what} at step {step} · ")
+        yield
+        self._bar.set_description_str(self._text, refresh=False)
 
     def _at(self, step: int) -> str:
         return f"step {step:{len(str(self._steps))}}/{self._steps}"
@@ -206,60 +198,36 @@ class Progress:
                 self._bar.close()
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def plot_losses(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:
-    """Draw training and validation bits per byte against the step."""
+    """Draw training and validation bits per byte against the step.
+
+    A long training curve is drawn pale, beside its running mean over a fiftieth of the run.
+    """
     from matplotlib.figure import Figure  # without pyplot, whose backend is the user's
-    from matplotlib.ticker import MaxNLocator
 
-    def points(name: str) -> list[tuple[int, float]]:
-        return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+    def curve(name: str) -> np.ndarray:
+        points = [(r["step"], r[name]) for r in records if r.get(name) is not None]
+        return np.array(points or [(0, np.nan)]).T
 
-    train, validation = points("bits_per_byte"), points("validation_bits_per_byte")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    blue, red = "#1f5a94", "#d1495b"
-    if train:
-        smooth = len(train) >= 2 * _SMOOTHED
-        color, width = ("#9bb8d3", 0.8) if smooth else (blue, 1.8)
-        axes.plot(*zip(*train, strict=True), color=color, linewidth=width, label="training")
-        if smooth:
-            axes.plot(*_smooth(train), color=blue, linewidth=1.8, label="training, smoothed")
-    if validation:
-        of_line = {"color": red, "marker": "o", "markersize": 4, "linewidth": 1.8}
-        curve = zip(*validation, strict=True)
-        axes.plot(*curve, label="validation", clip_on=False, **of_line)
-        last = validation[-1][1]
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        align = {"xytext": (8, 0), "va": "center", "color": red, "annotation_clip": False}
-        axes.annotate(f"{last:.3f}", (1, last), **place, **align)  # where no curve passes
-    axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
+    steps, losses = curve("bits_per_byte")
+    window = len(steps) // 50
+    pale: Any = {"alpha": 0.4, "linewidth": 0.8} if window > 1 else {"linewidth": 1.8}
+    axes.plot(steps, losses, color="#1f5a94", label="training", **pale)
+    if window > 1:
+        mean = np.convolve(losses, np.ones(window) / window, "valid")
+        axes.plot(steps[window - 1 :], mean, color="#1f5a94", label="training, smoothed")
+    held_out = curve("validation_bits_per_byte")
+    label = f"validation, at last {held_out[1, -1]:.3f}"
+    axes.plot(*held_out, color="#d1495b", marker="o", markersize=4, label=label, clip_on=False)
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, None))
+    axes.set_xlim(0, max(steps[-1], held_out[0, -1]) or 1)
     axes.set_title(title, loc="left")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(0, max([step for step, _ in train + validation], default=0) or 1)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if train or validation:  # beside the title, where no curve passes either
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-        axes.legend(frameon=False, ncols=3, **place)
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    axes.legend(frameon=False, ncols=3, **place)  # beside the title, where no curve passes
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=150)
     os.replace(temporary, path)
-
-
-_SMOOTHED = 50
-
-
-def _smooth(points: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
-    """A running mean over a fiftieth of the run."""
-    window = len(points) // _SMOOTHED
-    ends = range(window, len(points) + 1)
-    values = [sum(value for _, value in points[end - window : end]) / window for end in ends]
-    return [points[end - 1][0] for end in ends], values

@@ -1,4 +1,4 @@
-"""Decoding: text from a trained model, token by token, with the states carried along.
+"""Trained models in Python: loaded, called, and sampled from, token by token.
 
 Prompts of unequal lengths are decoded together: shorter ones are padded on the left, and the
 padding leaves no trace in the state. Every row draws by a key of its own, made from its seed and
@@ -10,150 +10,40 @@ import dataclasses
 import functools
 import math
 import numbers
+import operator
+import shlex
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.model import Options
-from jaxkern.lm.step import make_model
+from jaxkern.lm.hf_layouts import how_to_get, is_hf
+
+try:
+    from flax import nnx
+
+    from jaxkern.lm.model import MambaLM, Options, initial_params
+    from jaxkern.lm.step import make_model
+except ImportError as error:
+    raise ImportError(
+        "jaxkern.lm.load needs flax; run: pip install flax orbax-checkpoint"
+    ) from error
+
+from jaxkern.precision import Policy
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
 _LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
-
-
-def decoder(model: ModelConfig) -> nnx.GraphDef:
-    """The model as decoding runs it: in fp32, which costs nothing for a few rows at a time."""
-    return make_model(model, Options())
-
-
-def stream(
-    graphdef: nnx.GraphDef, params: Any, prompt: str, *, codec: Any = None, **options: Any
-) -> None:
-    """Write the prompt and what follows it to stdout as it is decoded."""
-    show(prompt)
-    for (piece,) in continuations(graphdef, params, codec or Bytes(), [prompt], **options):
-        show(piece)
-
-
-def show(text: str) -> None:
-    """Write a text to stdout; on a terminal with escapes for what would control it."""
-    sys.stdout.write(text.translate(_ESCAPES) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
-
-
-# Bytes that are no UTF-8 are written as they came, and some of them control terminals, too.
-_ESCAPES = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
-_ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
-
-
-def continuations(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    codec: "Bytes | Tokens | None",
-    prompts: Sequence[Any],
-    *,
-    stop: Sequence[str] = (),
-    timing: "Timing | None" = None,
-    **options: Any,
-) -> Iterator[list[Any]]:
-    """What follows prompts, as it is decoded: the next piece of each, a text or a list of tokens.
-
-    The prompts are texts, which may be empty, and sequences of tokens; where all are tokens there
-    need not be a `codec`, and any token may be drawn. The other options are those of
-    :meth:`jaxkern.lm.loader.LanguageModel.generate`.
-    """
-    if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
-        raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
-    if not all(stop):
-        raise ValueError("stop has an empty text, before which nothing can be written")
-    ids, readers = zip(*(_reader(codec, prompt, stop) for prompt in prompts), strict=True)
-    drawn, ends = (None, frozenset()) if codec is None else (codec.drawn, codec.ends)
-    going = [True] * len(ids)
-    for chunk in generate_tokens(graphdef, params, ids, among=drawn, **options):
-        if timing is not None:
-            timing.add(sum(going) * chunk.shape[1])
-        pieces: list[Any] = []
-        for row, read in enumerate(readers):
-            tokens = chunk[row].tolist() if going[row] else []
-            end = next((i for i, token in enumerate(tokens) if token in ends), None)
-            piece, ended = read(tokens[:end], end is not None)
-            going[row] &= not ended
-            pieces.append(piece)
-        yield pieces
-        if not any(going):
-            return
-    yield [read([], True)[0] for read in readers]
-
-
-def _reader(codec: Any, prompt: Any, stops: Sequence[str]) -> tuple[Any, Callable[..., Any]]:
-    """The tokens of a prompt, and a function (next tokens, whether they are the last) -> a piece.
-
-    That also tells whether the continuation has ended.
-    """
-    if isinstance(prompt, (str, bytes)):
-        ids = codec.encode(prompt)
-        decode, ending = codec.decoder(ids), _Ending(stops)
-        return ids, lambda tokens, final: ending(decode(tokens, final), final)
-    if stops:
-        raise TypeError(f"stop ends texts, and a prompt is of tokens: {prompt!r}")
-    return prompt, lambda tokens, final: (tokens, final)
-
-
-class _Ending:
-    """Ends a text before the one of several others that is the first to be complete in it."""
-
-    def __init__(self, stops: Sequence[str]):
-        self._stops = stops
-        self._held = ""  # the end of the text so far, with which one of them may begin
-        self._ended = False
-
-    def __call__(self, text: str, final: bool) -> tuple[str, bool]:
-        """Takes what comes next; returns what is sure of the text, and whether it has ended."""
-        if self._ended:
-            return "", True
-        text = self._held + text
-        found = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stops]
-        if found := [each for each in found if each[1] >= 0]:
-            self._ended = True
-            return text[: min(found)[1]], True
-        starts = (stop[:size] for stop in self._stops for size in range(1, len(stop)))
-        held = 0 if final else max(map(len, filter(text.endswith, starts)), default=0)
-        sure = len(text) - held
-        self._held, self._ended = text[sure:], final
-        return text[:sure], final
-
-
-class Timing:
-    """How fast tokens are decoded, those of all texts together."""
-
-    def __init__(self):
-        self._times = [time.perf_counter()]
-        self._tokens: list[int] = []
-
-    def add(self, tokens: int) -> None:
-        """Notes that so many more are there."""
-        self._times.append(time.perf_counter())
-        self._tokens.append(tokens)
-
-    def __str__(self) -> str:
-        if not self._tokens:
-            return "no token was decoded"
-        first = f"the first {self._tokens[0]} tokens after {self._times[1] - self._times[0]:.2f} s"
-        if len(self._tokens) == 1:
-            return f"{first}, compilation included"
-        rest = sum(self._tokens[1:])
-        rate = rest / (self._times[-1] - self._times[1])
-        return f"{first}, compilation included; then {rest} at {rate:,.0f} tokens/s"
 
 
 class Bytes:
@@ -162,10 +52,9 @@ class Bytes:
     drawn = range(SEPARATOR + 1, 256)
     ends: frozenset[int] = frozenset()
 
-    def encode(self, prompt: str | bytes) -> list[int]:
+    def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt; bytes that are no text came as lone surrogates."""
-        text = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
-        return [SEPARATOR, *text]
+        return [SEPARATOR, *prompt.encode("utf-8", "surrogateescape")]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without what separates texts."""
@@ -197,10 +86,9 @@ class Tokens:
         """All tokens that it has: a vocabulary that is rounded up has others besides."""
         return self.tokenizer.get_vocab(with_added_tokens=True).values()
 
-    def encode(self, prompt: str | bytes) -> list[int]:
+    def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt, of one that is empty the first of any text."""
-        given = prompt.encode("utf-8", "surrogateescape") if isinstance(prompt, str) else prompt
-        text = given.decode("utf-8", "replace")
+        text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         with tokenizers.told("tokenizer.json has no tokens for a prompt"):
             ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.begins).ids
         if self.first is not None and (self.begins or not ids):
@@ -238,17 +126,339 @@ class Tokens:
                 if piece is not None:
                     text += piece
                     held.clear()
-            return text + (self.decode(held) if final and held else "")
+            if final and held:
+                text += self.decode(held)
+                held.clear()
+            return text
 
         return decode
 
 
-def codec_of(tokenizer: Any) -> "Bytes | Tokens":
+def codec_of(tokenizer: Any) -> Bytes | Tokens:
     """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
     if isinstance(tokenizer, tokenizers.Bytes):
         return Bytes()
     named = {"first": tokenizer.begin, "ends": frozenset([tokenizer.end]), "begins": True}
     return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A trained language model, to be called and sampled from.
+
+    Attributes:
+      config: its shape.
+      params: its parameters, a nested dict of arrays; :meth:`module` says what they are of.
+      step: the optimizer steps that it has been trained for; ``None`` if that is not known.
+      codec: how text becomes tokens and tokens text; ``None`` if the checkpoint does not say.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jaxkern.lm.config import PRESETS
+      >>> from jaxkern.lm.sample import LanguageModel, initial
+      >>> model = initial(PRESETS["micro"].model)
+      >>> model(jnp.array([[100, 101, 102]])).shape  # (B, L) -> (B, L, vocab_size)
+      (1, 3, 256)
+      >>> [len(text) for text in model.generate(["def ", "a longer prompt"], length=8, top_k=1)]
+      [8, 8]
+    """
+
+    config: ModelConfig
+    params: Any = dataclasses.field(repr=False)
+    step: int | None = None
+    codec: Bytes | Tokens | None = dataclasses.field(default=Bytes(), repr=False)
+
+    def module(self, options: Options | None = None) -> MambaLM:
+        """The flax.nnx module with these parameters, to be trained further or changed.
+
+        Args:
+          options: how it runs: dtypes, implementation, recomputation.
+        """
+        return nnx.merge(make_model(self.config, options or Options()), self.params)
+
+    def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
+        """Tokens (B, L) -> logits (B, L, vocab_size), compiled.
+
+        The options are `segment_ids` and `mask` of :class:`jaxkern.lm.model.MambaLM`.
+        """
+        return _logits(make_model(self.config, Options()), self.params, tokens, **options)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        length: int = 400,
+        temperature: float = 0.8,
+        top_k: int = 40,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[str] = (),
+        timing: "Timing | None" = None,
+    ) -> Any:
+        """Continue texts, or tokens.
+
+        Args:
+          prompts: a text or a sequence of tokens, or several of any lengths; each is continued as
+            it is alone. A text begins with the token that begins one, tokens are taken as given.
+          length: tokens of a continuation at most.
+          temperature: divides the logits; 0 takes the likeliest token.
+          top_k: draw from the k likeliest tokens; 0 for all.
+          top_p: draw from the likeliest tokens that together have this probability.
+          seed: of the draws; prompt i draws by ``seed + i``.
+          stop: texts; the continuation of a text ends before the first that it has whole.
+          timing: is told of the tokens that are decoded.
+
+        Returns:
+          What follows the prompt, or a list of what follows each: after a text a text, after tokens
+          a list of tokens.
+
+        Raises:
+          TypeError, ValueError: a prompt is neither, or an option has a value that it cannot have.
+          RunError: the checkpoint does not say what its tokens are, or has logits that are not
+            numbers.
+        """
+        several, alone = _several(prompts)
+        if not several:
+            return []
+        options = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        pieces = [*self._pieces(several, seed=seed, stop=stop, timing=timing, **options)]
+        found = [functools.reduce(operator.add, of_one) for of_one in zip(*pieces, strict=True)]
+        return found[0] if alone else found
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Any]:
+        """Continue one prompt as :meth:`generate` does, in pieces, as they are decoded."""
+        several, alone = _several(prompt)
+        if not alone:
+            raise TypeError(f"prompt must be one text or one sequence of tokens, got {prompt!r}")
+        return (piece for (piece,) in self._pieces(several, **options))
+
+    def write(self, prompts: Sequence[str], **options: Any) -> None:
+        """Write texts and what follows them to stdout; of one prompt as it is decoded.
+
+        On a terminal escapes stand for what would control it.
+
+        Args:
+          prompts: what the texts begin with.
+          **options: as for :meth:`generate`.
+        """
+        if len(prompts) == 1:
+            _show(prompts[0])
+            for piece in self.stream(prompts[0], **options):
+                _show(piece)
+            print(flush=True)
+            return
+        for row, text in enumerate(self.generate(prompts, **options)):
+            _show(f"--- {row + 1}\n{prompts[row]}{text}\n")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the one that begins it."""
+        return self._known_codec().encode(text)
+
+    def decode(self, tokens: Sequence[int] | jax.Array) -> str:
+        """The text of tokens, (L,) integers, without those that begin and end it."""
+        return self._known_codec().decode([int(token) for token in tokens])
+
+    def _known_codec(self) -> Any:
+        if self.codec is None:
+            raise RunError(
+                "the checkpoint holds no tokenizer.json, which says what its "
+                f"{self.config.vocab_size} tokens are"
+            )
+        return self.codec
+
+    def _pieces(
+        self,
+        prompts: list[Any],
+        *,
+        stop: Sequence[str] = (),
+        timing: "Timing | None" = None,
+        **options: Any,
+    ) -> Iterator[list[Any]]:
+        """The next piece of what follows each prompt, as it is decoded: a text or tokens.
+
+        Without a codec any token may be drawn.
+        """
+        if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
+            raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
+        if not all(stop):
+            raise ValueError("stop has an empty text, before which nothing can be written")
+        of_text = [isinstance(prompt, str) for prompt in prompts]
+        if stop and not all(of_text):
+            raise TypeError("stop ends texts, and a prompt is of tokens")
+        codec: Any = self._known_codec() if any(of_text) else self.codec
+        ids = [codec.encode(each) if t else each for each, t in zip(prompts, of_text, strict=True)]
+        readers: list[Callable[[list[int], bool], tuple[Any, bool]]] = [
+            _reader(codec.decoder(tokens), stop) if t else lambda tokens, final: (tokens, final)
+            for tokens, t in zip(ids, of_text, strict=True)
+        ]
+        drawn, ends = (None, ()) if codec is None else (codec.drawn, codec.ends)
+        graphdef = make_model(self.config, Options())  # fp32 costs nothing for a few rows
+        going = [True] * len(ids)
+        for chunk in generate_tokens(graphdef, self.params, ids, among=drawn, **options):
+            if timing is not None:
+                timing.add(sum(going) * chunk.shape[1])
+            pieces: list[Any] = []
+            for row, read in enumerate(readers):
+                tokens = chunk[row].tolist() if going[row] else []
+                end = next((i for i, token in enumerate(tokens) if token in ends), None)
+                piece, ended = read(tokens[:end], end is not None)
+                going[row] &= not ended
+                pieces.append(piece)
+            yield pieces
+            if not any(going):
+                return
+        yield [read([], True)[0] for read in readers]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef, params, tokens, **options):
+    return nnx.merge(graphdef, params)(tokens, **options)
+
+
+def _several(prompts: Any) -> tuple[list[Any], bool]:
+    """Prompts, each a text or an array of tokens, and whether one was given by itself."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a text or token ids, or several, got {prompts!r}")
+    several = list(prompts)
+    tokens = [not isinstance(each, str) and np.ndim(each) == 0 for each in several]
+    if several and all(tokens):
+        return [np.asarray(prompts)], True
+    if any(tokens):
+        i = tokens.index(True)
+        raise TypeError(f"prompts[{i}] must be a text or token ids, got {several[i]!r}")
+    return several, False
+
+
+def _reader(decode: Callable[[Sequence[int], bool], str], stops: Sequence[str]) -> Any:
+    """A function (next tokens, whether they are the last) -> the next piece, and whether it is.
+
+    The text ends before the one of several others that is the first to be whole in it.
+    """
+    text, sure, longest = "", 0, max(map(len, stops), default=1)
+
+    def read(tokens: Sequence[int], final: bool) -> tuple[str, bool]:
+        nonlocal text, sure
+        text += decode(tokens, final)
+        before = sure
+        found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+        if found:
+            sure = min(found)[1]
+        else:  # a stop may begin in the last characters
+            sure = len(text) if final else max(sure, len(text) - longest + 1)
+        return text[before:sure], final or bool(found)
+
+    return read
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text.translate(_ESCAPES) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+# Bytes that are no UTF-8 are written as they came, and some of them control terminals, too.
+_ESCAPES = {code: f"\\x{code:02x}" for code in {*range(32), *range(127, 160)} - {*b"\n\t"}}
+_ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+
+
+class Timing:
+    """How fast the tokens of all texts together are decoded."""
+
+    def __init__(self):
+        self._start = time.perf_counter()
+        self._added: list[tuple[float, int]] = []
+
+    def add(self, tokens: int) -> None:
+        """Notes that this number more are there."""
+        self._added.append((time.perf_counter(), tokens))
+
+    def __str__(self) -> str:
+        if not self._added:
+            return "no token was decoded"
+        (first, count), *rest = self._added
+        told = f"the first {count} tokens after {first - self._start:.2f} s, compilation included"
+        if not rest:
+            return told
+        more = sum(tokens for _, tokens in rest)
+        return f"{told}; then {more} at {more / (rest[-1][0] - first):,.0f} tokens/s"
+
+
+def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
+    """A model of a given shape before any training."""
+    return LanguageModel(config, jax.jit(lambda: initial_params(config, seed))(), 0)
+
+
+def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
+    """Load a trained language model; see :func:`jaxkern.lm.load`."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+    if is_hf(folder):
+        if step is not None:
+            raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
+        return load_hf(folder)
+    model, notes = load_run(folder, step=step)
+    for note in notes:
+        warnings.warn(note, stacklevel=3)
+    return model
+
+
+def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
+    """Load a run's newest whole checkpoint, or the one of a step; RunError if it cannot.
+
+    Returns the model, and what to tell of damaged checkpoints that are newer.
+    """
+    run = Path(run)
+    if run.parent.name == "checkpoints" and run.name.isdigit():
+        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
+    if is_hf(run):
+        raise RunError(
+            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
+            "jaxkern sample --hf, or jaxkern.lm.load"
+        )
+    stored = checkpoint.read_config(run)
+    try:
+        config = ModelConfig.from_stored(stored["model"])
+        policy = Policy.parse(stored["precision"])
+    except (KeyError, TypeError, ValueError) as error:
+        version = (stored.get("versions") or {}).get("jaxkern", "another version")
+        raise RunError(
+            f"{run} was written by jaxkern {version}, and this one cannot read it ({error}); "
+            "install that one, or train again"
+        ) from None
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
+    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
+    spec, info = stored["flags"].get("tokenizer", "bytes"), stored["data"]
+    if spec != "bytes" and not (run / tokenizers.FILE).is_file():
+        copy = run / "corpus" / str(info.get("folder")) / tokenizers.FILE  # of the tokens' own
+        whence = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
+        if copy.is_file():
+            whence = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
+        raise RunError(
+            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
+            f"back {whence}"
+        )
+    codec = codec_of(data.open_tokenizer(spec, run, info))
+    return LanguageModel(config, found.state["params"], found.step, codec), notes
+
+
+def load_hf(folder: Path | str) -> LanguageModel:
+    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
+
+    Without a tokenizer.json a model of 256 tokens is one of bytes.
+    """
+    from jaxkern.lm import hf
+
+    config, params = hf.load(folder)
+    tokenizer = hf.load_tokenizer(Path(folder))
+    codec = Bytes() if config.vocab_size == 256 else None
+    if tokenizer is not None:
+        begin, ends = tokenizers.generation(Path(folder))
+        codec = Tokens(tokenizer, config.vocab_size, first=begin, ends=frozenset(ends))
+    return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
 def generate_tokens(
@@ -266,80 +476,74 @@ def generate_tokens(
     """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
 
     The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
-    given, of which the model may lack some, by default all. The other options, and the errors, are
-    those of :meth:`jaxkern.lm.loader.LanguageModel.generate`.
+    given, of which the model may lack some, by default all. The other options and the errors are as
+    for :meth:`LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
     given = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     for name, value in (given | {"seed": seed}).items():
-        kind, told, fits, rule = _RULES[name]
+        kind, fits, rule = _RULES[name]
         if not isinstance(value, kind) or isinstance(value, bool):
+            told = "a number" if kind is numbers.Real else "a whole number"
             raise TypeError(f"{name} must be {told}, got {value!r}")
         if not fits(value):
             raise ValueError(f"{name} must be {rule}, got {value}")
     greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
-    static = {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
     drawn = None if among is None else np.isin(np.arange(size), list(among))
-    return _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static)
+    options = {"temperature": temperature, "top_p": top_p, "drawn": drawn}
+    options |= {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
+    return _generate(graphdef, params, ids, length, seed, options)
 
 
-_WHOLE, _NUMBER = (numbers.Integral, "a whole number"), (numbers.Real, "a number")
 _RULES: dict[str, Any] = {
-    "length": (*_WHOLE, lambda v: v >= 0, "at least 0"),
-    "temperature": (*_NUMBER, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
-    "top_k": (*_WHOLE, lambda v: v >= 0, "at least 0"),
-    "top_p": (*_NUMBER, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
-    "seed": (*_WHOLE, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
+    "length": (numbers.Integral, lambda v: v >= 0, "at least 0"),
+    "temperature": (numbers.Real, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
+    "top_k": (numbers.Integral, lambda v: v >= 0, "at least 0"),
+    "top_p": (numbers.Real, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
+    "seed": (numbers.Integral, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
 }
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
     if not len(prompts):
         raise ValueError("prompts must have at least one prompt, got none")
-    if np.ndim(prompts[0]) == 0 or isinstance(prompts, (str, bytes)):
-        raise TypeError("prompts must be a sequence of prompts; give a single one as [prompt]")
     ids = [np.asarray(prompt) for prompt in prompts]
     for i, prompt in enumerate(ids):
         if not prompt.size:
             raise ValueError(f"prompts[{i}] must have at least one token, got none")
         if prompt.ndim != 1 or prompt.dtype.kind not in "iu":
-            raise TypeError(
-                f"prompts[{i}] must be a sequence of integers, got shape {prompt.shape} and dtype "
-                f"{prompt.dtype}"
-            )
+            given = f"shape {prompt.shape} and dtype {prompt.dtype}"
+            raise TypeError(f"prompts[{i}] must be a sequence of integers, got {given}")
         if prompt.min() < 0 or prompt.max() >= size:
             wrong = prompt[(prompt < 0) | (prompt >= size)][0]
             raise ValueError(f"prompts[{i}] has token {wrong}, and the model has 0 to {size - 1}")
     return ids
 
 
-def _generate(graphdef, params, ids, length, temperature, top_p, seed, drawn, static):
+def _generate(graphdef, params, ids, length, seed, options):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
     logits, state = _read(graphdef, params, ids, length)
+    ahead: list[jax.Array] = []  # the device goes on while the host has the tokens
+    for start in range(0, length, _CHUNK):
+        logits, state, chunk = _decode(graphdef, params, logits, state, keys, start, **options)
+        ahead.append(chunk)
+        if start:
+            yield _numbers(ahead.pop(0))
+    if ahead:
+        yield _numbers(ahead[0])[:, : 1 + (length - 1) % _CHUNK]
 
-    def decode(start: int) -> jax.Array:
-        nonlocal logits, state
-        logits, state, chunk = _decode(
-            graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static
+
+def _numbers(chunk: jax.Array) -> np.ndarray:
+    tokens = np.asarray(chunk)
+    if (tokens < 0).any():
+        raise RunError(
+            "the model's logits are not numbers: its parameters are damaged, or its training "
+            "diverged; take an earlier checkpoint"
         )
-        return chunk
-
-    starts = range(0, length, _CHUNK)
-    ahead = decode(0) if starts else None
-    for start in starts:
-        now = ahead
-        if start + _CHUNK < length:  # the device goes on while the host has the tokens
-            ahead = decode(start + _CHUNK)
-        chunk = np.asarray(now)[:, : length - start]
-        if (chunk < 0).any():
-            raise RunError(
-                "the model's logits are not numbers: its parameters are damaged, or its training "
-                "diverged; take an earlier checkpoint"
-            )
-        yield chunk
+    return tokens
 
 
 def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array, Any]:
@@ -366,11 +570,11 @@ def _read(graphdef, params, ids: list[np.ndarray], more: int) -> tuple[jax.Array
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
+@jax.default_matmul_precision("highest")  # a GPU may round the factors for some batch sizes
 def _prefill(graphdef, params, tokens, mask, state, room):
     model = nnx.merge(graphdef, params)
-    with _exactly():
-        state = model.init_state(len(tokens), room) if state is None else state
-        return model.prefill(tokens, state, mask=mask)
+    state = model.init_state(len(tokens), room) if state is None else state
+    return model.prefill(tokens, state, mask=mask)
 
 
 @functools.partial(
@@ -379,7 +583,8 @@ def _prefill(graphdef, params, tokens, mask, state, room):
     static_argnames=("top_k", "greedy", "nucleus"),
     donate_argnames=("logits", "state"),
 )
-def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, drawn, **static):
+@jax.default_matmul_precision("highest")
+def _decode(graphdef, params, logits, state, keys, start, **options):
     """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
 
     They are those after the first `start`. Where a row's logits are not numbers they are -1. The
@@ -390,50 +595,35 @@ def _decode(graphdef, params, logits, state, keys, start, temperature, top_p, dr
     def one(carry, position):
         logits, state = carry
         key = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
-        token = _draw(logits, key, temperature, top_p, drawn, **static)
+        token = _draw(logits, key, **options)
         return model.step(token, state), token
 
-    with _exactly():
-        positions = start + jnp.arange(_CHUNK)
-        (logits, state), chunk = jax.lax.scan(one, (logits, state), positions)
+    positions = start + jnp.arange(_CHUNK)
+    (logits, state), chunk = jax.lax.scan(one, (logits, state), positions)
     return logits, state, chunk.T
 
 
-def _exactly() -> Any:
-    """Keeps products in full fp32: a GPU may round their factors for some batch sizes."""
-    return jax.default_matmul_precision("highest")
-
-
 def _draw(
-    logits,
-    keys,
-    temperature,
-    top_p=1.0,
-    drawn=None,
-    *,
-    top_k: int = 0,
-    greedy: bool = False,
-    nucleus: bool = False,
+    logits, keys, temperature, top_p=1.0, drawn=None, *, top_k=0, greedy=False, nucleus=False
 ):
     """One token per row of logits (B, V), of those `drawn` (V,), by its key (B,): (B,) int32."""
     logits = logits.astype(jnp.float32)
     if drawn is not None:
         logits = jnp.where(drawn, logits, -jnp.inf)
     most = jnp.max(logits, axis=-1, keepdims=True)
+    # Differences are divided, so that no temperature overflows.
+    scaled = (logits - most) / temperature
     if greedy:
         token = jnp.argmax(logits, axis=-1)
+    elif not (top_k or nucleus):
+        token = jax.vmap(jax.random.categorical)(keys, scaled)
     else:
-        # Differences are divided, so that no temperature overflows.
-        scaled = (logits - most) / temperature
-        ranked = None
-        if top_k or nucleus:
-            scaled, ranked = jax.lax.top_k(scaled, top_k or scaled.shape[-1])
+        scaled, ranked = jax.lax.top_k(scaled, top_k or scaled.shape[-1])
         if nucleus:
             probs = jax.nn.softmax(scaled)
-            likelier = jnp.cumsum(probs, axis=-1) - probs
-            first = jnp.arange(scaled.shape[-1])[None] == 0
-            scaled = jnp.where((likelier < top_p) | first, scaled, -jnp.inf)
-        token = jax.vmap(jax.random.categorical)(keys, scaled)
-        if ranked is not None:
-            token = jnp.take_along_axis(ranked, token[:, None], axis=-1)[:, 0]
+            first = jnp.arange(scaled.shape[-1]) == 0
+            likely = jnp.cumsum(probs, axis=-1) - probs < top_p
+            scaled = jnp.where(likely | first, scaled, -jnp.inf)
+        rank = jax.vmap(jax.random.categorical)(keys, scaled)
+        token = jnp.take_along_axis(ranked, rank[:, None], axis=-1)[:, 0]
     return jnp.where(jnp.isfinite(most[:, 0]), token, -1).astype(jnp.int32)

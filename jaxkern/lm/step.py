@@ -17,14 +17,14 @@ import optax
 from flax import nnx
 
 import jaxkern
-from jaxkern.lm.classes import linear_cross_entropy
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
 from jaxkern.lm.parallel import TOKENS, Split
+from jaxkern.lm.vocabulary import linear_cross_entropy
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
-from jaxkern.optim.accumulation import sums_of_gradients
+from jaxkern.optim.gradients import sums_of_gradients
 from jaxkern.optim.transforms import FusedAdamState
 from jaxkern.precision import DynamicLossScale, LossScale, NoOpLossScale, Policy
 
@@ -204,7 +204,7 @@ def batch_loss(
 
 
 def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
-    """What parts (..., B, L + 1) of a batch count for, so that all of its tokens count alike.
+    """Weights of parts (..., B, L + 1) of a batch, by which all of its tokens count alike.
 
     The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
     predicted, of every device. ``None`` without segments: each part has as many tokens.

@@ -56,10 +56,8 @@ def handled() -> Iterator[None]:
     if _handling or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before: dict[int, Any] = {}
-    for signum in _SIGNALS:
-        if signal.getsignal(signum) in _DEFAULTS:
-            before[signum] = signal.signal(signum, _handle)
+    ours = [signum for signum in _SIGNALS if signal.getsignal(signum) in _DEFAULTS]
+    before = {signum: signal.signal(signum, _handle) for signum in ours}
     _handling = True
     try:
         yield

@@ -131,18 +131,17 @@ class Profile:
     """
 
     def __init__(self, folder: Path, steps: str | None, *, done: int, end: int):
-        self._folder = folder
+        self._folder, self._tracing = folder, False
         self.first = self.last = 0
-        self._tracing = False
         if steps is None:
             return
-        if steps != "auto":
+        if steps == "auto":
+            self.first = max(done + 1, min(done + 1 + _LATER, end - _COUNT + 1))
+            self.last = min(self.first + _COUNT - 1, end)
+        else:
             first, _, count = steps.partition(":")
             self.first = int(first)
             self.last = self.first + int(count or _COUNT) - 1
-        else:
-            self.first = max(done + 1, min(done + 1 + _LATER, end - _COUNT + 1))
-            self.last = min(self.first + _COUNT - 1, end)
         if self.first <= done or self.last > end:
             raise RunError(
                 f"--profile {steps} are steps {self.first} to {self.last}, and those to come are "
@@ -159,9 +158,6 @@ class Profile:
                 options.python_tracer_level = 0  # the device is to be seen, and JAX's own events
                 jax.profiler.start_trace(self._folder, profiler_options=options)
             self._tracing = True
-        if not self._tracing:
-            yield
-            return
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield
 

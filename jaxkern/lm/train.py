@@ -1,10 +1,14 @@
-"""The training loop: a run from its configuration to its last checkpoint."""
+"""A training run, from its configuration to its last checkpoint: `Trainer`."""
 
 import contextlib
+import dataclasses
 import math
+import operator
 import shlex
+import shutil
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,12 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import checkpoint, data, processes, run, sample, stop, trackers
-from jaxkern.lm.config import RunError, SplitError, TrainConfig, axes_of, settings
-from jaxkern.lm.evaluate import evaluation
+from jaxkern.lm import checkpoint, data, processes, sample, stop, trackers
+from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
-from jaxkern.lm.processes import ALONE, Alone
+from jaxkern.lm.processes import Alone
 from jaxkern.lm.program import (
     Placement,
     Programs,
@@ -29,6 +32,7 @@ from jaxkern.lm.program import (
 )
 from jaxkern.lm.report import (
     BITS,
+    PERPLEXITY,
     MetricsLog,
     Progress,
     Speed,
@@ -42,7 +46,7 @@ from jaxkern.precision import DynamicLossScale
 
 
 class Trained(NamedTuple):
-    """What a run has come to.
+    """Result of a run.
 
     Attributes:
       out: its folder, which :func:`jaxkern.lm.load` takes.
@@ -62,7 +66,7 @@ class Trained(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What the steps start from; a run that has them all has no programs."""
+    """State that the steps start from; a run that has them all has no programs."""
 
     state: Any
     done: int
@@ -72,46 +76,39 @@ class _Begun(NamedTuple):
     profile: Any = None
 
 
-def train(
-    flags: dict[str, Any],
-    out: Path,
-    *,
-    file: Path | None = None,
-    resume: bool = False,
-    profile: str | None = None,
-) -> None:
+def train(flags: dict[str, Any]) -> None:
     """Run ``jaxkern train``: train, and show what was learned.
 
     Args:
-        flags: the command line's that were given, by their names in TrainConfig.
-        out: the run's folder.
-        file: with settings that flags override.
-        resume: continue the run in `out` from its last checkpoint.
-        profile: the steps to trace, as STEP:COUNT or STEP; "auto" for some soon after the first.
+        flags: the command line's that were given, by name.
 
     Raises:
         RunError: whatever the user can put right.
         Stopped: a signal came; its message names the folder and the step that is saved.
     """
-    if resume:
+    profile, out, file = (flags.pop(name, None) for name in ("profile", "out", "config"))
+    if flags.pop("resume", False):
+        if out is None or file is not None:
+            raise RunError(
+                "--resume needs --out, the folder of the run to continue"
+                + ("" if file is None else ", and has its config.yaml; leave --config out")
+            )
         trainer = Trainer.resume(out, flags, profile=profile)
     else:
         given = settings(flags, file)
         if given.get("init_hf"):
-            flags, file = run.begun_with(given), None
-        trainer = Trainer(TrainConfig.from_flags(flags, file), out, profile=profile)
+            given = begun_with(given)
+        trainer = Trainer(TrainConfig.from_flags(given), out, profile=profile)
     trained = trainer.fit()
-    if not (trainer.peers.main and trained.tokens_per_second):
-        return
-    try:
-        trainer.show(trained)
-    except stop.Stopped as stopped:
-        folder = shlex.quote(str(out))
-        stopped.message = (
-            f"training is finished, and step {trained.step} is saved in {out}; sample with: "
-            f"jaxkern sample --run {folder}"
-        )
-        raise
+    if trainer.peers.main and trained.tokens_per_second:
+        try:
+            trainer.show(trained)
+        except stop.Stopped as stopped:
+            stopped.message = (
+                f"training is finished, and step {trained.step} is saved in {trained.out}; sample "
+                f"with: jaxkern sample --run {shlex.quote(str(trained.out))}"
+            )
+            raise
 
 
 _AHEAD = 32  # steps, at most, that the host is ahead of the device
@@ -149,9 +146,10 @@ class Trainer:
         *,
         profile: str | None = None,
     ):
-        self.peers = processes.current
+        self.peers, self._profile = processes.current, profile
         begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
-        self.out, self._profile = Path(out or f"runs/{config.preset}-{begun}"), profile
+        name = Path(config.init_hf or config.preset).resolve().name
+        self.out = Path(out or f"runs/{name}-{begun}")
         self._stored: dict[str, Any] | None = None
         self._set(config)
 
@@ -173,11 +171,10 @@ class Trainer:
         Raises:
           RunError: it is no run, or a change is none that a run may have.
         """
-        folder, changes = Path(out), dict(changes or {})
+        folder = Path(out)
         stored = processes.current.share(lambda: checkpoint.read_config(folder))
-        config = run.changed(checkpoint.config_of(folder, stored), changes)
-        with run.with_stored_axes(changes):
-            trainer = cls(config, folder, profile=profile)
+        config = changed(checkpoint.config_of(folder, stored), changes or {})
+        trainer = cls(config, folder, profile=profile)
         trainer._stored = stored
         return trainer
 
@@ -206,30 +203,35 @@ class Trainer:
                     trackers.check(self.config.log_to)
                 keep_programs()
                 created = not self.out.exists()
-                with run.held(self.out, peers):
-                    left = fresh and peers.main
-                    with run.nothing_left_if_refused(self.out, fresh=left, created=created):
+                with held(self.out, peers):
+                    try:
                         begun = self._begin()
+                    except BaseException:
+                        if fresh and peers.main and not checkpoint.is_run(self.out):
+                            _leave_as_it_was(self.out, created)
+                        raise
                     trained = self._train(begun)
                 peers.trained()
                 return trained
             except stop.Stopped as stopped:
-                stopped.message = stopped.message or run.where_it_stands(self.out, peers)
+                stopped.message = stopped.message or self._where_it_stands()
                 raise
+
+    # Before the steps
 
     def _begin(self) -> _Begun:
         """All that may be refused, what costs little before the rest."""
-        stored, done, weights, profile = self._stored, 0, None, None
+        stored, done, state, params, profile = self._stored, 0, None, None, None
         if stored is None:
             profile = self._traced(0)
-            weights = run.weights(self.config) if self.config.init_hf else None
+            params = weights(self.config) if self.config.init_hf else None
             say("data     reading …")
-            corpus = run.corpus_of(self.out, self.config, self.peers)
+            corpus = self._new_corpus()
             self._set(self.config.for_tokens(corpus.tokenizer.size))
         else:
             corpus = data.reopen(self.config, self.out, stored["data"])
         say(f"data     {corpus.describe()}")
-        batches, state = corpus.batches(self.config), None
+        batches = corpus.batches(self.config)
         if stored is not None and checkpoint.steps(self.out):
             with stop.deferred():
                 state, done = self._restore(batches)
@@ -237,17 +239,16 @@ class Trainer:
         if done >= self.config.steps:
             say(f"already trained for {done} steps; give a greater --steps to go on")
             return _Begun(state, done, corpus, batches)
-        profile = profile or self._traced(done)
-        if stored is not None and self.config.init_hf and not done:
-            weights = run.weights(self.config)
-        programs = self._compile(fresh=not done and weights is None)
+        if stored is not None:
+            profile = self._traced(done)
+            params = weights(self.config) if self.config.init_hf and not done else None
+        programs = self._compile(fresh=not done and params is None)
         if state is None:
             with stop.deferred():
-                state = (
-                    programs.init(np.int32(self.config.seed))
-                    if weights is None
-                    else self._begin_with(weights)
-                )
+                if params is None:
+                    state = programs.init(np.int32(self.config.seed))
+                else:
+                    state = self._begin_with(params)
         if self.peers.main:
             lost = not (self.out / "tokenizer.json").is_file()
             if self.config.tokenizer != "bytes" and lost:
@@ -258,6 +259,31 @@ class Trainer:
     def _traced(self, done: int) -> trackers.Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
         return trackers.Profile(folder, self._profile, done=done, end=self.config.steps)
+
+    def _new_corpus(self) -> data.Corpus:
+        """The data of a new run, which process 0 makes and the others open.
+
+        What documents could not be tokenised for or written to is refused before any is read.
+        """
+        config, out, peers = self.config, self.out, self.peers
+        if not peers.main:
+            return data.reopen(config, out, peers.share(dict))
+        if config.vocab_size is not None:
+            config.for_tokens(data.size_of(config.tokenizer))
+        folder = Path(config.data_cache or out / "corpus")
+        if config.data_cache is not None:
+            try:
+                there = next(path for path in (folder, *folder.parents) if path.exists())
+                tempfile.TemporaryFile(dir=there).close()
+            except OSError as error:
+                raise RunError(
+                    f"--data-cache {folder} cannot be written to ({error.strerror}); name another "
+                    "folder, or leave it out"
+                ) from None
+        with checkpoint.written(folder):
+            corpus = data.build(config, out)
+        peers.share(lambda: corpus.info)
+        return corpus
 
     def _restore(self, batches: Any) -> tuple[TrainState, int]:
         """The state of the newest checkpoint that can be read, to which the batches are set."""
@@ -296,6 +322,8 @@ class Trainer:
         say(f"compiled the step in {time.perf_counter() - began:.1f} s")
         return programs
 
+    # The steps
+
     def _train(self, begun: _Begun) -> Trained:
         """Train from the step at hand to the last, and leave the results in the run's folder."""
         config, main, done = self.config, self.peers.main, begun.done
@@ -323,14 +351,15 @@ class Trainer:
         return Trained(self.out, config.steps, state, log.records, speed, begun.corpus.tokenizer)
 
     def _describe(self, state: TrainState) -> None:
+        config, split = self.config, self.placement.split
         kinds = ", ".join(sorted({device.device_kind for device in self.devices}))
-        name = self.config.init_hf or self.config.preset
+        name = config.init_hf or config.preset
         say(f"model    {name}, {count_params(state.params):,} parameters")
-        say(f"device   {len(self.devices)} × {kinds}, {self.config.mixed_precision}")
-        if self.placement.split.axes:
-            say(f"mesh     {self.placement.split.mesh}")
-        elif self.config.parallel != TrainConfig.parallel:
-            say(f"mesh     none: one device has what --parallel {self.config.parallel} would share")
+        say(f"device   {len(self.devices)} × {kinds}, {config.mixed_precision}")
+        if split.axes:
+            say(f"mesh     {','.join(f'{axis}={split.sizes[axis]}' for axis in split.axes)}")
+        elif config.parallel:
+            say(f"mesh     none: one device has what --parallel {config.parallel} would share")
 
     def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
         """Returns the final state and the tokens per second of the steps alone.
@@ -339,7 +368,7 @@ class Trainer:
         """
         config, per_byte = self.config, begun.corpus.tokens_per_byte
         state, done, corpus, batches, _, profile = begun
-        evaluate = evaluation(config, corpus, self.placement, programs)
+        evaluate = self._evaluation(corpus, programs)
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
@@ -382,19 +411,52 @@ class Trainer:
                     waits = signum is not None or done == config.steps
                     with progress.during(done, "saving" if waits else "the pause to save"):
                         log.sync()
-                        stored = self.placement.to_stored(state)
-                        saver.start(done, stored, batches.get_state())
+                        saver.start(done, self.placement.to_stored(state), batches.get_state())
                         if waits:
                             saver.wait()
                     if signum is not None:
                         saved = f"step {done} of {config.steps} is saved in {self.out}"
-                        how = run.how_to_continue(self.out, self.peers)
-                        raise stop.Stopped(signum, f"{saved}; {how}")
+                        raise stop.Stopped(signum, f"{saved}; {self._how_to_continue()}")
                 speed.start()
         return state, speed.steady()
 
+    def _evaluation(
+        self, corpus: data.Corpus, programs: Programs
+    ) -> Callable[[Any], dict[str, float]]:
+        """A function of the parameters: what a record says of a fixed part of what is held out.
+
+        The loss is that of all tokens; of several sources the mean by their shares, beside the loss
+        and perplexity of each, whose names follow a slash.
+        """
+        split, sharding = self.placement.split, self.placement.first_split
+        placed = lambda batch: data.put(jax.tree.map(split.windows, batch), sharding)
+        held_out = corpus.validation(self.config)
+        sources = [source for source, _ in held_out]
+        counts = [[data.predicted(batch) for batch in batches] for _, batches in held_out]
+        on_devices = [[placed(batch) for batch in batches] for _, batches in held_out]
+        perplexity = lambda loss: math.exp(min(loss, 700.0))  # of what is larger there is no number
+
+        def evaluate(params: Any) -> dict[str, float]:
+            found = [[programs.loss(params, batch) for batch in batches] for batches in on_devices]
+            losses = [
+                float(np.average(np.array(each, np.float64), weights=count))
+                for each, count in zip(jax.device_get(found), counts, strict=True)
+            ]
+            mean = sum(source.share * loss for source, loss in zip(sources, losses, strict=True))
+            bits = mean * BITS * data.tokens_per_byte(sources)
+            record = {"validation_loss": mean, "validation_bits_per_byte": bits}
+            if self.config.pack:
+                record[PERPLEXITY] = perplexity(mean)
+            if len(sources) > 1:
+                for source, loss in zip(sources, losses, strict=True):
+                    record[f"validation_loss/{source.name}"] = loss
+                    record[f"{PERPLEXITY}/{source.name}"] = perplexity(loss)
+            return record
+
+        return evaluate
+
     def _saver(self, programs: Programs) -> checkpoint.Saver:
-        """What writes the checkpoints, beside the steps."""
+        """The writer of the checkpoints, beside the steps."""
         like = abstract_state(self.config, self.placement, stored=True)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         room = self.peers.share(lambda: has_room(programs.step, self.device, size))
@@ -414,32 +476,24 @@ class Trainer:
         tokens_per_second = speed.stop(len(pending))
         records = []
         for (step, _), metrics in zip(pending, fetched, strict=True):
-            loss, grad_norm = float(metrics["loss"]), float(metrics["grad_norm"])
-            record = {
-                "step": step,
-                "loss": loss,
-                "bits_per_byte": loss * BITS * tokens_per_byte,
-                "grad_norm": grad_norm,
-                "learning_rate": float(metrics["learning_rate"]),
-                "tokens_per_second": tokens_per_second,
-            }
-            lowest = True
-            if "skipped" in metrics:
-                record["skipped"] = int(metrics["skipped"])
-                record["loss_scale"] = float(metrics["loss_scale"])
-                # Until then a lower scale may mend what overflowed, and the step is left out.
-                lowest = record["loss_scale"] <= DynamicLossScale.min_scale
+            found = {name: value.item() for name, value in metrics.items()}
+            loss, grad_norm = found["loss"], found["grad_norm"]
+            # Until the least a lower scale may mend what overflowed, and the step is left out.
+            lowest = found.get("loss_scale", 0) <= DynamicLossScale.min_scale
             if lowest and not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 raise self._diverged(
                     f"at step {step} the loss is {loss} and the gradient norm {grad_norm}"
                 )
-            records.append(record)
+            bits = {"bits_per_byte": loss * BITS * tokens_per_byte}
+            records.append({"step": step} | found | bits | {"tokens_per_second": tokens_per_second})
         return records
 
     def _diverged(self, how: str) -> RunError:
         wider = ", or with --mixed-precision bf16" if self.policy.compute == jnp.float16 else ""
         lower = f"start a new run with a lower --lr than {self.config.optimizer.lr}{wider}"
         return RunError(f"training diverged: {how}; {lower}")
+
+    # Its results
 
     def _plot(self, records: Sequence[dict[str, Any]]) -> None:
         name = self.config.init_hf or f"Preset {self.config.preset}"
@@ -456,46 +510,193 @@ class Trainer:
         say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        graphdef, codec = sample.decoder(config.model), sample.codec_of(trained.tokenizer)
-        params = self._on_one_device(trained.state)
-        sample.stream(graphdef, params, prompt, codec=codec, length=300, seed=config.seed)
+        model, _ = sample.load_run(out, step=trained.step)  # of several processes, on one device
+        model.write([prompt], length=300, seed=config.seed)
         folder = shlex.quote(str(out))
-        say(f"\n\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
+        say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
-    def _on_one_device(self, state: TrainState) -> Any:
-        """The parameters after the last step, for process 0 to sample with."""
+    def _where_it_stands(self) -> str:
+        """How a run that was stopped outside its steps is continued."""
+        out = self.out
+        if checkpoint.is_run(out):
+            last = max(checkpoint.steps(out), default=None)
+            saved = "no step is saved yet" if last is None else f"step {last} is saved"
+            return f"{saved} in {out}; {self._how_to_continue()}"
+        if data.has_tokens(out):
+            return (
+                f"training had not begun; {out / 'corpus'} keeps the tokens that are made, and the "
+                "same command with that --out goes on"
+            )
+        return f"training had not begun, and nothing is kept in {out}"
+
+    def _how_to_continue(self) -> str:
+        """How the processes of a run go on with it."""
+        flags = f"--resume --out {shlex.quote(str(self.out))}"
         if self.peers.count == 1:
-            return jax.device_put(self.placement.to_stored(state.params), self.device)
-        params = abstract_state(self.config, self.placement, stored=True).params
-        like = checkpoint.abstract(params, jax.sharding.SingleDeviceSharding(self.device))
-        found = checkpoint.restore(self.out, {"params": like}, self.config.steps, peers=ALONE)
-        return found.state["params"]
+            return f"continue with: jaxkern train {flags}"
+        # Only that command tells each process which one it is, and may be that of a launcher.
+        return f"continue with the same command for every process, and {flags}"
 
 
 def _devices(config: TrainConfig, peers: Alone) -> list[Any]:
     """The devices to train on: of several processes, those of all."""
     available = jax.devices() if peers.count > 1 else jax.local_devices()
-    if config.devices == "all":
-        count = len(available)
-    elif config.devices != "auto":
+    asked, count = f"--devices {config.devices}", len(available)
+    if config.devices not in ("auto", "all"):
         count = int(config.devices)
-    elif config.mesh:
-        count = math.prod(axes_of(config.mesh).values())
-    else:
-        count = len(available) if available[0].platform != "cpu" or peers.count > 1 else 1
-    asked, fewer = f"--devices {config.devices}", "at most that, or all"
-    if config.devices == "auto":
-        asked, fewer = f"--mesh {config.mesh}", "axes whose product is at most that"
+    elif config.mesh and config.devices == "auto":
+        asked, count = f"--mesh {config.mesh}", math.prod(axes_of(config.mesh).values())
+    elif config.devices == "auto" and not config.parallel:
+        count = 1 if available[0].platform == "cpu" and peers.count == 1 else count
     if count > len(available):
         whose = "this machine's" if peers.count == 1 else f"those of {peers.count} processes,"
-        raise SplitError(
-            f"{asked} is more than {whose} {len(available)} ({available[0].device_kind})",
-            f"choose {fewer}",
+        raise RunError(
+            f"{asked} is more than {whose} {len(available)} ({available[0].device_kind}); choose "
+            "at most that by --devices, --parallel or --mesh"
         )
     if count < len(available) and peers.count > 1:
-        raise SplitError(
+        raise RunError(
             f"{asked} leaves some of the {len(available)} devices of {peers.count} processes "
-            "without work",
-            "start fewer processes, or choose as many devices",
+            "without work; start fewer processes, or choose as many devices"
         )
     return available[:count]
+
+
+# What a run begins with
+
+
+def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run that begins with a checkpoint of Hugging Face, and its model's shape.
+
+    What is not given has the default of the preset whose model is most like the checkpoint's.
+
+    Raises:
+      RunError: the folder holds no such checkpoint, or does not say what its tokens are.
+    """
+    from jaxkern.lm import hf
+
+    folder = Path(flags["init_hf"])
+    shape = hf.model_config(hf.read_config(folder))
+    size, has_tokenizer = shape.vocab_size, (folder / "tokenizer.json").exists()
+    if "tokenizer" not in flags and not has_tokenizer and size > 256:
+        raise RunError(
+            f"--init-hf {folder} holds no tokenizer.json, which says what its {size} tokens are; "
+            "put it there, or add --tokenizer with its path, or --tokenizer bytes to train on "
+            "bytes all the same"
+        )
+    given = {"tokenizer": str(folder) if has_tokenizer else "bytes"} | flags
+    if given.get("vocab_size") not in (None, size):
+        raise RunError(
+            f"--vocab-size {given['vocab_size']} is not that of --init-hf {folder}, {size}; leave "
+            "it out"
+        )
+    if given["tokenizer"] == "bytes" and size < 256:
+        raise RunError(
+            f"--init-hf {folder} has a vocabulary of {size} tokens, and bytes are 256; name a "
+            "checkpoint of at least as many"
+        )
+
+    def unlike(name: str) -> tuple[float, ...]:
+        model = PRESETS[name].model
+        width = abs(math.log(model.d_model / shape.d_model))
+        return model.block is not shape.block, width, abs(model.n_layers - shape.n_layers)
+
+    shape = dataclasses.replace(shape, dropout=given.pop("model.dropout", 0.0))
+    if own := [name for name in given if name.startswith("model.")]:
+        raise RunError(f"--{own[0]} is what the checkpoint of --init-hf {folder} has; leave it out")
+    return {"preset": min(PRESETS, key=unlike)} | given | {"model": shape}
+
+
+def weights(config: TrainConfig) -> Any:
+    """The parameters of the checkpoint that a run begins with.
+
+    Raises:
+      RunError: it cannot be read, or is not the one that the run was begun with.
+    """
+    from jaxkern.lm import hf
+
+    shape, params = hf.load(config.init_hf)
+    shape = dataclasses.replace(shape, dropout=config.model.dropout)
+    if differing := checkpoint.differences(shape.stored(), config.model.stored()):
+        raise RunError(
+            f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
+            f"{differing}; put it back, or start a new run"
+        )
+    return params
+
+
+# What a resumed run may do otherwise: its arithmetic is the same, but for the order of sums.
+CHANGEABLE = (
+    *("devices", "parallel", "mesh", "implementation", "remat"),
+    *("log_every", "log_to", "checkpoint_every", "keep", "data_cache"),
+)
+
+
+def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
+    """The configuration of a resumed run.
+
+    Args:
+        config: that of its folder.
+        changes: flags that are given with --resume, by their names in the configuration.
+
+    Raises:
+        RunError: a flag differs that must not.
+    """
+    changes = settings(changes)
+    if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
+        changes = {"parallel": None, "mesh": "", "devices": "auto"} | changes
+    after = config.with_values(changes)
+    show = lambda value: " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    for name in changes:
+        old, new = (operator.attrgetter(name)(each) for each in (config, after))
+        grown = name == "steps" and new > old
+        if new != old and name not in CHANGEABLE and not grown:
+            rule = "can only grow" if name == "steps" else "cannot change"
+            raise RunError(
+                f"--{name.replace('_', '-')} {show(new)} differs from the run's {show(old)} and "
+                f"{rule} on --resume; leave it out, or start a new run with another --out"
+            )
+    return after
+
+
+# Its folder
+
+
+_SEEING = 20.0  # seconds in which a shared file system shows what another host has written
+
+
+@contextlib.contextmanager
+def held(out: Path, peers: Alone) -> Iterator[None]:
+    """Inside, the folder is that of these processes alone, and all of them see it.
+
+    Raises:
+      RunError: another run holds it, or this process does not see the folder of process 0.
+    """
+    if peers.main:
+        with checkpoint.only_process(out) as token:
+            peers.share(lambda: token)
+            yield
+        return
+    token, began = peers.share(lambda: ""), time.monotonic()
+    while checkpoint.text_of(out / checkpoint.LOCK) != token:
+        if time.monotonic() - began > _SEEING:
+            raise RunError(
+                f"--out {out} is not the folder that process 0 has; name one on a file system "
+                "that all hosts share, by the same path"
+            )
+        time.sleep(0.2)
+    yield
+
+
+def _leave_as_it_was(out: Path, created: bool) -> None:
+    """Empty the folder of a run that could not begin, to be named again.
+
+    But for tokens, which the run that names it again need not make again.
+    """
+    if not data.has_tokens(out):
+        shutil.rmtree(out / "corpus", ignore_errors=True)
+    for name in checkpoint.BEFORE:
+        (out / name).unlink(missing_ok=True)
+    if created:
+        with contextlib.suppress(OSError):
+            out.rmdir()

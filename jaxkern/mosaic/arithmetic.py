@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.instructions import fast_reciprocal
 
 LOG2E = 1.4426950408889634
@@ -75,6 +76,14 @@ def softplus_slope(dt: jax.Array, exact: bool) -> jax.Array:
     for k in others:
         series = 1 / k - dt * series
     return jnp.where(dt < limit, dt * series, 1 - jnp.exp2(-LOG2E * dt))
+
+
+def nearest(x: jax.Array) -> jax.Array:
+    """The whole number nearest to x, of a magnitude below 2^22, by two additions."""
+    if interpreted():
+        return jnp.round(x)
+    shift = 1.5 * 2**23
+    return (x + shift) - shift
 
 
 _EXP2 = (1.0000001, 0.69314694, 0.2402212, 0.05550713, 0.009675541, 0.0013276472)

@@ -63,7 +63,7 @@ def store_column_sums(ref: Any, first: int, v: Any) -> None:
 
     Args:
       ref: (WARPS, n) in shared memory.
-      first: the column of `ref` where those of `v` begin.
+      first: the column of `ref` where the columns of `v` begin.
       v: (64, 32), in the layout of accumulators.
     """
     (sums,) = sum_lanes(_sums_of_row_pairs(v), (16, 8, 4))

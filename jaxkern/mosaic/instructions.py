@@ -39,12 +39,27 @@ def fast_reciprocal(x: jax.Array, *, layout: Any = None) -> jax.Array:
     return one_instruction("rcp.approx.ftz.f32", lambda x: 1 / x, x, layout)
 
 
+def fast_exp2(x: jax.Array) -> jax.Array:
+    """2^x of (LANES · n,), fp32, in one instruction an element; 0 where it is denormal."""
+    return one_instruction("ex2.approx.ftz.f32", jnp.exp2, x)
+
+
+def fast_log2(x: jax.Array) -> jax.Array:
+    """log2(x) of (LANES · n,), fp32, in one instruction an element; −inf of a denormal."""
+    return one_instruction("lg2.approx.ftz.f32", jnp.log2, x)
+
+
+def fast_sqrt(x: jax.Array) -> jax.Array:
+    """√x of (LANES · n,), fp32, in one instruction an element; 0 where x is denormal."""
+    return one_instruction("sqrt.approx.ftz.f32", jnp.sqrt, x)
+
+
 def one_instruction(
     name: str, plain: Callable[[Any], Any], x: jax.Array, layout: Any = None
 ) -> jax.Array:
     """Applies a PTX instruction to each element of `x`, fp32; `plain` in the interpreter.
 
-    `layout` is that of `x`, by default that of (LANES · n,) with n neighbours a lane.
+    `layout` is the layout of `x`, by default (LANES · n,) with n neighbours per lane.
     """
     if interpreted():
         return plain(x)
@@ -65,10 +80,10 @@ def multiply_wide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
     @inline_mlir(ROW, returns=(row, row))
     def multiply(a: Any) -> Any:
-        word, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
-        factor = arith.extui(wide, lane_value(a))
-        product = arith.muli(factor, arith.constant(wide, b))
-        upper = arith.trunci(word, arith.shrui(product, arith.constant(wide, 32)))
+        word, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        factor = arith.extui(i64, lane_value(a))
+        product = arith.muli(factor, arith.constant(i64, b))
+        upper = arith.trunci(word, arith.shrui(product, arith.constant(i64, 32)))
         lower = arith.trunci(word, product)
         return fragmented(upper, signed=False), fragmented(lower, signed=False)
 

@@ -1,7 +1,7 @@
-"""Sums within a lane, and other arithmetic on a lane's registers, in MLIR."""
+"""Sums within a lane and within a warp, and other arithmetic on a lane's registers, in MLIR."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxkern.mosaic.registers import (
     elements,
     fragmented,
     inline_mlir,
+    laid_out,
     lane_value,
     map_registers,
     row_type,
@@ -79,6 +80,39 @@ def _sum_in_two_strands(values: list[Any]) -> Any:
     return fragmented(functools.reduce(arith.addf, strands))
 
 
+def largest_of_warp(x: jax.Array) -> jax.Array:
+    """(LANES,): the largest magnitude of all elements of a lane's warp; NaN if one is NaN.
+
+    `x` is (LANES · n,), fp32.
+    """
+    if interpreted():
+        return jnp.repeat(jnp.abs(x).reshape(LANES // 32, -1).max(axis=1), 32)
+    return _of_warp(jnp.abs(x), arith.maximumf)
+
+
+def sum_of_warp(x: jax.Array) -> jax.Array:
+    """(LANES,): the sum of all elements of a lane's warp in a fixed order.
+
+    `x` is (LANES · n,), fp32.
+    """
+    if interpreted():
+        return jnp.repeat(x.reshape(LANES // 32, -1).sum(axis=1), 32)
+    return _of_warp(x, arith.addf)
+
+
+def _of_warp(x: jax.Array, combine: Callable[[Any, Any], Any]) -> jax.Array:
+    """Combines all elements of each warp, those of a lane first."""
+
+    @inline_mlir(row_type(x.size // LANES).layout, returns=row_type(1))
+    def reduce(x: Any) -> Any:
+        result = functools.reduce(combine, list(elements(x.registers.item())))
+        for distance in (1, 2, 4, 8, 16):
+            result = combine(result, mgpu_utils.shfl_bfly(result, distance))
+        return fragmented(result)
+
+    return reduce(laid_out(x))
+
+
 def alternate_lanes(even: jax.Array, odd: jax.Array) -> jax.Array:
     """`even` in lanes of even number, `odd` in the others; all (LANES,), fp32."""
     if interpreted():
@@ -123,7 +157,7 @@ def computed_here(values: jax.Array, layout: Any) -> jax.Array:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Stores an array of any layout, however few bytes a lane has: JAX 0.12 must be told."""
+    """Stores an array of any layout, however few bytes a lane has (JAX 0.12: `optimized`)."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:

@@ -43,7 +43,7 @@ class LaneOffsets:
     start: int = 0
 
     def of_lanes(self) -> jax.Array:
-        """(LANES,): those of all lanes, for the interpreter."""
+        """(LANES,): the offsets of all lanes, for the interpreter."""
         lanes = jnp.arange(LANES)
         digits = (
             ((lanes >> (d.bit_length() - 1)) & (size - 1)) * stride
@@ -52,7 +52,7 @@ class LaneOffsets:
         return sum(digits, jnp.full_like(lanes, self.start))
 
     def of_this_lane(self) -> Any:
-        """That of this lane, an i32 in a kernel's MLIR."""
+        """Offset of this lane, an i32 in a kernel's MLIR."""
         total, lane = i32(self.start), mgpu_utils.thread_idx()
         for divisor, size, stride in self.digits:
             digit = arith.shrui(lane, i32(divisor.bit_length() - 1))
@@ -61,7 +61,7 @@ class LaneOffsets:
         return total
 
     def vector(self, count: int, itemsize: int) -> int:
-        """How many of `count` neighbours one access may take, if the reference is aligned."""
+        """Number of elements per access, of `count` neighbours, if the reference is aligned."""
         strides = [stride for _, size, stride in self.digits if size > 1]
         return math.gcd(VECTOR_BYTES // itemsize, count, self.start, *strides)
 

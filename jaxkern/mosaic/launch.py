@@ -1,4 +1,4 @@
-"""What every kernel is launched with: grid axes, compiler parameters, the interpreter."""
+"""Launch of kernels: grid axes, compiler parameters, the interpreter."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def launch_kernel(
 
     Args:
       body: the kernel.
-      approx_math: whether exponentials, logarithms and divisions are those of the fast units.
+      approx_math: whether exponentials, logarithms and divisions use the fast units.
       sums_across_warps: whether a ``jnp.sum`` is of several warps' elements, for which Pallas
         reserves 2 KiB of shared memory wherever there is one.
       **launch: the other arguments of ``plgpu.kernel``.
@@ -103,8 +103,8 @@ def launch_in_place(
 def away_from_slices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """`arrays` behind barriers: what a kernel takes that works in place, and what it gives.
 
-    XLA makes one operation of a kernel and of slices: those of other arrays that it takes, and
-    those of another array that its results become. Of that operation it does not know which results
+    XLA fuses a kernel with slices: of other arrays that it takes, and of another array that its
+    results become. Of that fusion it does not know which results
     lie where arguments did (JAX 0.11.2 and 0.12): the kernel would write to the arguments, and the
     results be whatever was in their memory; where two slices are of one array it is refused for a
     cycle. With a barrier for each array, not one for all, it does not warn that it leaves them.
@@ -126,13 +126,13 @@ def _refuse_others(gpu: target.Gpu, name: str) -> None:
     emit = _ONLY_ON.get(gpu.capability[0])
     if emit is None:
         return
-    told = f"jaxkern: {name} was lowered for {gpu}; lower the program for this GPU"
+    message = f"jaxkern: {name} was lowered for {gpu}; lower the program for this GPU"
 
     @plgpu.inline_mgpu()
     def check(ctx: Any) -> None:
         del ctx
         i32 = ir.IntegerType.get_signless(32)
-        with ir.Location.name(told):
+        with ir.Location.name(message):
             impossible = arith.cmpi(
                 arith.CmpIPredicate.ugt, mgpu_utils.thread_idx(), arith.constant(i32, 2**20)
             )

@@ -68,7 +68,7 @@ def map_registers(
     """Converts each register of `values` to fp32.
 
     Args:
-      convert: takes a register, an MLIR vector, and gives as many fp32 values.
+      convert: takes a register, an MLIR vector, and gives an fp32 value for each element.
       values: in `layout`, which the result has, too.
       layout: of Mosaic.
     """
@@ -103,7 +103,7 @@ def i32(value: int) -> Any:
 
 
 def lane_value(row: Any) -> Any:
-    """What this lane holds of a row (LANES,)."""
+    """This lane's element of a row (LANES,)."""
     return element(row.registers.item(), 0)
 
 

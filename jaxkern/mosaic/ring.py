@@ -32,8 +32,8 @@ class Ring:
 
     The i-th copy goes to stage i mod `stages`. Before a stage is copied to again, all lanes must be
     done with it (:func:`release_stage`). Whether or not a copy is left to start,
-    :func:`close_copies` follows; when the i-th copy is waited for, there were `stages` − 1 of its
-    calls after that of the i-th.
+    :func:`close_copies` follows; it is called `stages` − 1 more times before the i-th copy is
+    waited for.
 
     Attributes:
       tiles: the stages of each array, (warpgroups · stages, ...), in shared memory.
@@ -95,7 +95,7 @@ def start_copy(source: Any, into: Any, barrier: Any) -> None:
     Args:
       source: the tile in global memory, its rows whole multiples of 16 bytes.
       into: as much shared memory. Where lanes copy, it may have the rows of :func:`lanes_row`, and
-        those of `source` then begin at any element.
+        the rows of `source` then begin at any element.
       barrier: at which the copy arrives; ``None`` where lanes copy.
     """
     if barrier is not None:
@@ -152,7 +152,7 @@ def lanes_row(width: int, stride: int, dtype: Any) -> int:
 
 
 def lanes_start(offset: Any, dtype: Any) -> Any:
-    """Where in a row of :func:`lanes_row` its first element is, `offset` elements into the array.
+    """Index in a row of :func:`lanes_row` of the element at `offset` in the array.
 
     It is right for an `offset` that overflowed, too.
     """
@@ -215,7 +215,7 @@ def _copy_by_lanes(source: Any, into: Any) -> None:
 
 @contextlib.contextmanager
 def _where(condition: Any) -> Iterator[None]:
-    """What is emitted inside runs in the lanes whose `condition` is true."""
+    """Emits code that runs only in the lanes whose `condition` is true."""
     some = scf.IfOp(condition)
     with ir.InsertionPoint(some.then_block):
         yield
@@ -228,7 +228,7 @@ def ring_scratch(
     prefix: str = "",
     by_lanes: bool = False,
 ) -> dict[str, Any]:
-    """The shared memory of a ring, or of as many rings as `stages` are enough for.
+    """The shared memory of a ring, or of several that divide `stages` between them.
 
     Args:
       stages: of all rings together.

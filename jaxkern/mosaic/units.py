@@ -1,11 +1,14 @@
 """Loads and stores of units, neighbouring elements that a lane accesses at once."""
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
@@ -15,9 +18,11 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import (
     REF,
     ROW,
+    SCALAR,
     VECTOR_BYTES,
     element,
     fragmented,
+    i32,
     inline_mlir,
     laid_out,
     lane_value,
@@ -55,6 +60,70 @@ class ChosenRef:
 
     dtype: Any
     address: tuple[jax.Array, jax.Array]
+
+
+def with_chosen(
+    body: Callable[..., None],
+    block: jax.Array,
+    rows: Sequence[Sequence[Any]],
+    starts: Sequence[int],
+    numbers: Sequence[Sequence[int]],
+) -> None:
+    """Runs ``body(refs, numbers)`` with the row of references that belongs to a block.
+
+    A tree of branches, which all lanes of a block take alike, finds the row and loads only its
+    addresses; `body` is compiled once.
+
+    Args:
+      body: takes references for :func:`load_units` and :func:`store_units`, and each number of the
+        row as (LANES,), uint32.
+      block: (), the index of the block.
+      rows: references in global memory; the dtypes of each row are the same.
+      starts: the first block of each row, increasing from 0.
+      numbers: of each row, below 2^32.
+    """
+    if interpreted():
+        lanes = lambda n: jnp.full((LANES,), n, jnp.uint32)
+        branches = [
+            lambda _, row=row, of_row=of_row: body(row, [lanes(n) for n in of_row])
+            for row, of_row in zip(rows, numbers, strict=True)
+        ]
+        row = sum((block >= start).astype(jnp.int32) for start in starts[1:])
+        lax.switch(row, branches, None) if len(rows) > 1 else branches[0](None)
+        return
+    width, count = len(rows[0]), len(numbers[0])
+    word = row_type(1, np.uint32)
+
+    @inline_mlir(SCALAR, [[REF] * width for _ in rows], returns=(word,) * (2 * width + count))
+    def choose(block: Any, rows: Any) -> Any:
+        word, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        index = block.registers.item()
+
+        def values(first: int, last: int) -> list[Any]:
+            if last == first + 1:
+                addresses = [llvm.ptrtoint(wide, mgpu_utils.memref_ptr(ref)) for ref in rows[first]]
+                # MLIR's constants are signed; the bits are the same.
+                return addresses + [i32(n - 2**32 if n >= 2**31 else n) for n in numbers[first]]
+            middle = (first + last) // 2
+            before = arith.cmpi(arith.CmpIPredicate.ult, index, i32(starts[middle]))
+            branch = scf.IfOp(before, [wide] * width + [word] * count, has_else=True)
+            parts = ((branch.then_block, first, middle), (branch.else_block, middle, last))
+            for inside, *part in parts:
+                with ir.InsertionPoint(inside):  # pyright: ignore
+                    scf.yield_(values(*part))
+            return list(branch.results)
+
+        found = values(0, len(rows))
+        words = []
+        for address in found[:width]:
+            upper = arith.shrui(address, arith.constant(wide, 32))
+            words += [arith.trunci(word, address), arith.trunci(word, upper)]
+        return tuple(fragmented(w, signed=False) for w in (*words, *found[width:]))
+
+    words = choose(block, [list(row) for row in rows])
+    addresses = itertools.batched(words[: 2 * width], 2)
+    chosen = [ChosenRef(ref.dtype, of) for ref, of in zip(rows[0], addresses, strict=True)]
+    body(chosen, list(words[2 * width :]))
 
 
 def load_units(
@@ -177,29 +246,29 @@ def _argument(ref: Any) -> tuple[Any, Any]:
 def _unit_pointer(where: Any, dtype: Any, units: Any, vec: int) -> Any:
     """The pointer to each lane's unit."""
     i64 = ir.IntegerType.get_signless(64)
-    wide = lambda row: arith.extui(i64, lane_value(row))
+    extended = lambda row: arith.extui(i64, lane_value(row))
     if len(where) == 1:
         pointer = mgpu_utils.memref_ptr(where[0])
     else:
-        low, high = map(wide, where)
+        low, high = map(extended, where)
         address = arith.ori(low, arith.shli(high, arith.constant(i64, 32)))
         pointer = llvm.inttoptr(llvm.PointerType.get(_GLOBAL_MEMORY), address)
-    offset = arith.muli(wide(units), arith.constant(i64, vec))
+    offset = arith.muli(extended(units), arith.constant(i64, vec))
     return mgpu_utils.getelementptr(pointer, [offset], mgpu_utils.dtype_to_ir_type(dtype))
 
 
 _INTEGERS = 2.0**23
-"""From here on the lowest bits of an fp32's mantissa are the bits of an integer."""
+"""2²³: above it, the lowest bits of an fp32's mantissa are the bits of an integer."""
 
 
 def _from_memory(value: Any, dtype: Any) -> Any:
     if not jnp.issubdtype(dtype, jnp.integer):
         return to_fp32(value)
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    word, offset = arith.extui(i32, value), _INTEGERS
+    f32 = ir.F32Type.get()
+    word, offset = arith.extui(ir.IntegerType.get_signless(32), value), _INTEGERS
     if dtype == jnp.int8:
-        word, offset = arith.xori(word, arith.constant(i32, 128)), offset + 128
-    bits = arith.constant(i32, int(np.float32(_INTEGERS).view(np.int32)))
+        word, offset = arith.xori(word, i32(128)), offset + 128
+    bits = i32(int(np.float32(_INTEGERS).view(np.int32)))
     return arith.subf(arith.bitcast(f32, arith.ori(word, bits)), arith.constant(f32, offset))
 
 
@@ -207,10 +276,10 @@ def _to_memory(value: Any, dtype: Any) -> Any:
     kind = mgpu_utils.dtype_to_ir_type(dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
         return narrowed(value, kind)
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     # In the middle between 2^23 and 2^24 a sum that is just below still has the same exponent.
     offset = 1.5 * _INTEGERS + (128 if dtype == jnp.int8 else 0)
-    word = arith.bitcast(i32, arith.addf(value, arith.constant(f32, offset)))
+    shifted = arith.addf(value, arith.constant(ir.F32Type.get(), offset))
+    word = arith.bitcast(ir.IntegerType.get_signless(32), shifted)
     if dtype == jnp.int8:
-        word = arith.xori(word, arith.constant(i32, 128))
+        word = arith.xori(word, i32(128))
     return arith.trunci(kind, word)

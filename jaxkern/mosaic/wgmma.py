@@ -24,7 +24,7 @@ from jaxkern.mosaic.registers import elements, i32, inline_mlir
 WARPS = 4
 """Warps of a warpgroup, each with 16 of the rows of an accumulator."""
 ACCUMULATOR_ROWS = 64
-"""Rows of an accumulator, those of a tensor core's instruction."""
+"""Rows of an accumulator, which are the rows of one wgmma instruction."""
 
 SWIZZLE = 128
 """Bytes of a row of shared memory that are swizzled together."""
@@ -127,7 +127,7 @@ def multiply(acc: Any, a: Any, b: Any) -> None:
 
 
 def read(acc: Any, running: int = 0) -> Any:
-    """Waits until so many of the last products alone are running, and returns an accumulator."""
+    """Waits until at most `running` products are in flight, and returns an accumulator."""
     return acc.value if interpreted() else plgpu.wgmma_accumulator_load(acc, wait_n=running)
 
 
@@ -141,7 +141,7 @@ def product(a: Any, b: Any, shape: tuple[int, int]) -> Any:
     return with_accumulators(run, shape)
 
 
-def wide(v: Any) -> Any:
+def to_fp32(v: Any) -> Any:
     """Widens `v`, in the layout of accumulators, to fp32."""
     return widened(v, TILE) if v.dtype == jnp.bfloat16 else v.astype(jnp.float32)
 

@@ -1,7 +1,7 @@
-"""What devices exchange where a model is split between them, as functions with gradients.
+"""Collectives with gradients for a model that is split between devices.
 
 They are for the inside of ``jax.shard_map(check_vma=False)``, where a loss is one number on every
-device of the axis, and its gradient on each that with respect to the device's own arrays. A pair of
+device of the axis, and its gradient is with respect to the device's own arrays. A pair of
 them surrounds what is split: between `enter` and `leave` each device has a part of the channels,
 heads or classes (the f and g of Megatron, arXiv:1909.08053). With an axis of ``None``, of what is
 not split, they give what they are given. Under ``jax.jit`` the compiler exchanges, or, on a mesh of
@@ -95,8 +95,8 @@ def _gather_fwd(weight, axis, dimension, dtype):
 
 def _gather_bwd(axis, dimension, dtype, like, dout):
     del dtype
-    wide = dout.astype(like.dtype)
-    return (lax.psum_scatter(wide, axis, scatter_dimension=dimension, tiled=True),)
+    unrounded = dout.astype(like.dtype)
+    return (lax.psum_scatter(unrounded, axis, scatter_dimension=dimension, tiled=True),)
 
 
 gather.defvjp(_gather_fwd, _gather_bwd)

@@ -1,4 +1,4 @@
-"""What the layers of the three libraries share.
+"""Shared code of the layers for the three libraries.
 
 A layer that the library has, too, leaves to it the calls that the ops cannot compute; a block is a
 layer on functions of arrays, which are the same for every library.
@@ -36,7 +36,7 @@ def left_to_parent(layer: Any, reason: str | None) -> bool:
 
 
 def dtype_reason(*dtypes: Any) -> str | None:
-    """Why the ops cannot compute in all of `dtypes`, those that are ``None`` left out."""
+    """Why the ops cannot compute in all of `dtypes`, except those that are ``None``."""
     for dtype in [jax.dtypes.canonicalize_dtype(d) for d in dtypes if d is not None]:
         if dtype not in _DTYPES:
             return f"it computes with {dtype}, the kernels with bfloat16, float16 and float32"
@@ -188,7 +188,7 @@ def check_sizes(sizes: Any) -> None:
 
 
 def check_options(axis_name: Any, **flags: Any) -> None:
-    """Checks what a block is called with beside arrays: the name of an axis, and booleans by name.
+    """Checks a block's options: the name of an axis, and booleans by name.
 
     Raises:
       TypeError: a value is of another type.
@@ -261,7 +261,7 @@ def project_out(
 
 
 def apart(x: jax.Array, count: int) -> list[jax.Array]:
-    """`x` so many times, which XLA does not know to be the same.
+    """`count` copies of `x`, which XLA does not know to be the same.
 
     Of products that have an operand in common it would make one, and copy its parts.
     """

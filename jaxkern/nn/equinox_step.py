@@ -40,7 +40,7 @@ def apply_gradients[Model](
       The new model and the new state.
 
     Raises:
-      ValueError: `grads` or `state` are not those of the model.
+      ValueError: `grads` or `state` do not belong to the model.
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp, jaxkern

@@ -49,7 +49,7 @@ class RMSNorm(_OnOps, nnx.RMSNorm):
     Args:
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.RMSNorm``, `rngs` among them. With a mask, other axes than the last,
+      **options: as for ``nnx.RMSNorm``, `rngs` among them. With a mask, other axes than the last,
         an `axis_name` or a `promote_dtype`, flax computes the result.
 
     Example:
@@ -72,7 +72,7 @@ class LayerNorm(_OnOps, nnx.LayerNorm):
     Args:
       num_features: N, the last axis of the input.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
+      **options: as for ``nnx.LayerNorm``, `rngs` among them; the variance is always summed from
         the differences to the mean, whatever `use_fast_variance` says. With a mask, other axes than
         the last, an `axis_name` or a `promote_dtype`, flax computes the result.
     """
@@ -92,7 +92,7 @@ class Dropout(_OnOps, nnx.Dropout):
     Args:
       rate: probability of a zero.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.Dropout``.
+      **options: as for ``nnx.Dropout``.
     """
 
     def __call__(
@@ -119,7 +119,7 @@ class Linear(_OnOps, nnx.Linear):
       in_features: K, the last axis of the input.
       out_features: N, the last axis of the result.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-      **options: those of ``nnx.Linear``, `rngs` among them. With a `dot_general`,
+      **options: as for ``nnx.Linear``, `rngs` among them. With a `dot_general`,
         `preferred_element_type` or `promote_dtype`, flax computes the result.
     """
 
@@ -157,7 +157,7 @@ class SwiGLU(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nnx.Linear``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is also of the projections.
       rngs: where the initial values are drawn from.
       **options: others of ``nnx.Linear``.
 
@@ -239,7 +239,7 @@ class _BlockLayer(nnx.Module):
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
         (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
-        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. They are those of
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
         :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
@@ -268,7 +268,7 @@ class _BlockLayer(nnx.Module):
 class Mamba(_BlockLayer):
     """The Mamba block, for whole sequences and token by token.
 
-    Its parameters are those of :class:`jaxkern.nn.mamba.Weights`.
+    Its parameters are the fields of :class:`jaxkern.nn.mamba.Weights`.
 
     Args:
       d_model, d_state, d_conv, expand, dt_rank, use_bias, use_conv_bias: as
@@ -333,7 +333,7 @@ class Mamba(_BlockLayer):
 class Mamba2(_BlockLayer):
     """The Mamba-2 block, for whole sequences and token by token.
 
-    Its parameters are those of :class:`jaxkern.nn.mamba2.Weights`.
+    Its parameters are the fields of :class:`jaxkern.nn.mamba2.Weights`.
 
     Args:
       d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has

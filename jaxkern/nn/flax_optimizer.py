@@ -1,4 +1,4 @@
-"""An ``nnx.Optimizer`` whose step is that of :func:`jaxkern.apply`."""
+"""An ``nnx.Optimizer`` that steps by :func:`jaxkern.apply`."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Optimizer[Model](nnx.Optimizer[Model]):
       model: an ``nnx.Module``.
       tx: :func:`jaxkern.fused_adamw`, :func:`jaxkern.fused_adam` or :func:`jaxkern.fused_sgd`, or
         what :func:`jaxkern.apply` takes otherwise, an ``optax.chain`` around one of them.
-      **options: those of ``nnx.Optimizer``, `wrt` among them.
+      **options: as for ``nnx.Optimizer``, `wrt` among them.
 
     Raises:
       TypeError: `tx` is no transformation.
@@ -70,7 +70,7 @@ class Optimizer[Model](nnx.Optimizer[Model]):
 
         Raises:
           TypeError: `model` and `grads` are exchanged.
-          ValueError: `grads` are not those of the parameters.
+          ValueError: `grads` do not belong to the parameters.
         """
         if isinstance(model, nnx.State) and not isinstance(grads, nnx.State):
             raise TypeError(

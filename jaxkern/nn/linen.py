@@ -37,8 +37,8 @@ class RMSNorm(nn.RMSNorm):
     With a mask, other axes than the last or an `axis_name`, flax computes the result.
 
     Attributes:
-      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
-        ``nn.RMSNorm``. Statistics are always summed in float32.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are as
+        in ``nn.RMSNorm``. Statistics are always summed in float32.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -62,8 +62,9 @@ class LayerNorm(nn.LayerNorm):
     With a mask, other axes than the last or an `axis_name`, flax computes the result.
 
     Attributes:
-      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
-        ``nn.LayerNorm``. The variance is always summed in float32 from the differences to the mean.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are as
+        in ``nn.LayerNorm``. The variance is always summed in float32 from the differences to the
+        mean.
     """
 
     implementation: Implementation | None = None
@@ -81,8 +82,8 @@ class Dropout(nn.Dropout):
     With `broadcast_dims`, and for dtypes that the op does not take, it is flax's.
 
     Attributes:
-      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
-        ``nn.Dropout``.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are as
+        in ``nn.Dropout``.
     """
 
     implementation: Implementation | None = None
@@ -107,8 +108,8 @@ class Dense(nn.Dense):
     With a `dot_general`, `dot_general_cls` or `promote_dtype`, flax computes the result.
 
     Attributes:
-      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are those of
-        ``nn.Dense``.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest; the others are as
+        in ``nn.Dense``.
     """
 
     implementation: Implementation | None = None
@@ -150,7 +151,7 @@ class SwiGLU(nn.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nn.Dense``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is that of the projections, too.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also of the projections.
       precision, kernel_init, bias_init: of the projections, as in ``nn.Dense``.
     """
 
@@ -204,18 +205,11 @@ class _BlockLayer(nn.Module):
 
     @overload
     def __call__(
-        self: Any,
-        x: jax.Array,
-        cache: Any = None,
-        *,
-        return_cache: Literal[False] = False,
-        **options: Any,
-    ) -> jax.Array: ...
+        self: Any, *args: Any, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
 
     @overload
-    def __call__(
-        self: Any, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
+    def __call__(self: Any, *args: Any, **options: Any) -> jax.Array: ...
 
     def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.

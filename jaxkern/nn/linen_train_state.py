@@ -1,4 +1,4 @@
-"""A ``flax.training.train_state.TrainState`` whose step is that of :func:`jaxkern.apply`."""
+"""A ``flax.training.train_state.TrainState`` that steps by :func:`jaxkern.apply`."""
 
 from typing import Any, Self
 
@@ -72,7 +72,7 @@ class TrainState(train_state.TrainState):
           **kwargs: fields to replace.
 
         Raises:
-          ValueError: `grads` are not those of the parameters.
+          ValueError: `grads` do not belong to the parameters.
         """
         overwriting = OVERWRITE_WITH_GRADIENT in grads
         params, opt_state = apply(

@@ -10,7 +10,7 @@ with E inner channels, R the rank of the step sizes, N states. Products, convolu
 the compute dtype; A, D and dt_bias enter the scan in their own.
 
 Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Spaces, 2023,
-arXiv:2312.00752; the initial values are those of the paper's own code.
+arXiv:2312.00752; the initial values are as in the paper's own code.
 """
 
 import dataclasses
@@ -218,7 +218,7 @@ def mamba_step(
 ) -> tuple[jax.Array, Cache]:
     """A Mamba block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Args and errors are those of :func:`mamba`, and `layer` of :func:`jaxkern.selective_scan_step`:
+    Args and errors are as for :func:`mamba`, and `layer` for :func:`jaxkern.selective_scan_step`:
     which of the layers of `cache` is this block's, where its arrays have an axis of layers in
     front. Convolution and scan run as their steps do by default.
     """
@@ -238,7 +238,7 @@ def mamba_step(
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
-    """The cache before the first token; `dtype` is that of the products."""
+    """The cache before the first token; `dtype` is the dtype of the products."""
     return Cache(
         jnp.zeros((batch_size, sizes.d_conv - 1, sizes.d_inner), dtype),
         jnp.zeros((batch_size, sizes.d_inner, sizes.d_state), jnp.float32),

@@ -9,10 +9,10 @@ r"""The Mamba-2 block: functions of arrays, for the layers and the language mode
 
 with E = H · P inner channels in H heads, G groups of heads that share B and C, N states. Products,
 convolution and norm run in the compute dtype; A, D and dt_bias enter the scan in their own. The
-columns of `in_proj` are those of the paper's own code: z, x, B, C, dt. That convolves x, B and C as
+columns of `in_proj` are as in the paper's own code: z, x, B, C, dt. That convolves x, B and C as
 one array; of two convolutions x need not be copied out for the scan, nor its gradient back.
 
-Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are those of
+Source: Dao and Gu, Transformers are SSMs, 2024, arXiv:2405.21060; the initial values are as in
 the paper's own code.
 """
 
@@ -119,7 +119,7 @@ class Sizes:
 
     @property
     def d_convolved(self) -> int:
-        """E + 2 G N, the channels of the convolution: those of x, B and C."""
+        """E + 2 G N, the channels of the convolution: x, B and C."""
         return self.d_inner + 2 * self.d_bc
 
 
@@ -152,13 +152,7 @@ def _check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
-    """The initial values of each of :class:`Weights`, and its shape.
-
-    Args:
-      sizes: the block's dimensions.
-      n_layers: how many blocks add to one residual stream; `out_proj` begins smaller by its root,
-        so that the stream's variance does not grow with depth.
-    """
+    """Initial values and shapes of :class:`Weights`; `n_layers` as in :mod:`jaxkern.nn.mamba`."""
     n_layers = check_integer("n_layers", n_layers, minimum=1)
     d, e, h, u, w = sizes.d_model, sizes.d_inner, sizes.heads, sizes.d_convolved, sizes.d_conv
     inits = {
@@ -184,7 +178,7 @@ def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:
-    """The cache before the first token; `dtype` is that of the products."""
+    """The cache before the first token; `dtype` is the dtype of the products."""
     return Cache(
         jnp.zeros((batch_size, sizes.d_conv - 1, sizes.d_convolved), dtype),
         jnp.zeros((batch_size, sizes.heads, sizes.headdim, sizes.d_state), jnp.float32),
@@ -207,34 +201,16 @@ def mamba2(
 ) -> Any:
     """A Mamba-2 block over whole sequences.
 
+    Arguments, results and errors are as for :func:`jaxkern.nn.mamba.mamba`, but for
+
     Args:
-      weights: the parameters.
-      sizes: the block's dimensions.
-      x: (B, L, D).
-      cache: what earlier tokens left; ``None`` for none.
-      return_cache: whether to return the cache for the tokens that follow, too.
-      dtype: of the products; by default what `x` and `in_proj` promote to.
-      segment_ids: (B, L), integers, for packed sequences: where the number changes, convolution and
-        state begin anew. `cache` is of the segment of the first token.
       isolate_nan: whether a NaN surely stays in its segment, for which the host waits on a GPU: see
         :func:`jaxkern.ssd`.
       axis_name: inside ``jax.shard_map(check_vma=False)``, the mesh axis over which the heads are
         split: `weights` are a device's part of them, of `in_proj` its columns of z, x and dt and
-        those of B and C that its heads need, and `x` and the result are the same on every device.
-        A block then adds up over the axis, forward and backward, what `out_proj` gives; and the
-        mean squares of the norm, where a group of channels is on several devices.
-      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
-        and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
-        as is the cache that is returned. See :func:`jaxkern.ssd`.
-      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
-
-    Returns:
-      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
-      `cache` if one is given.
-
-    Raises:
-      TypeError: `x` is complex, `cache` not a cache, or an option of another type.
-      ValueError: a shape does not fit, L cannot be split so, or there is no such axis.
+        the columns of B and C that its heads need, and `x` and the result are the same on every
+        device. A block then adds up over the axis, forward and backward, what `out_proj` gives;
+        and the mean squares of the norm, where a group of channels is on several devices.
     """
     common.check_options(axis_name, return_cache=return_cache, isolate_nan=isolate_nan)
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
@@ -292,7 +268,7 @@ def mamba2_step(
 ) -> tuple[jax.Array, Cache]:
     """A Mamba-2 block for one token, x (B, D): its output (B, D) and the next cache.
 
-    Args and errors are those of :func:`mamba2`, and `layer` of :func:`jaxkern.ssd_step`: which of
+    Args and errors are as for :func:`mamba2`, and `layer` for :func:`jaxkern.ssd_step`: which of
     the layers of `cache` is this block's, where its arrays have an axis of layers in front.
     Convolution and scan run as their steps do by default.
     """
@@ -378,10 +354,10 @@ def _norm_over_devices(
     y: jax.Array, z: jax.Array, weight: jax.Array, sizes: Sizes, axis_name: str | None
 ) -> jax.Array:
     """rms_norm of y · silu(z) over the channels of all devices, of which each has a part."""
-    wide = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
-    squares = add_parts(jnp.sum(wide * wide, -1, keepdims=True), axis_name)  # (…, 1)
+    gated = y.astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    squares = add_parts(jnp.sum(gated * gated, -1, keepdims=True), axis_name)  # (…, 1)
     rstd = jax.lax.rsqrt(squares / sizes.d_inner + sizes.norm_eps)
-    return (wide * rstd * weight.astype(jnp.float32)).astype(y.dtype)
+    return (gated * rstd * weight.astype(jnp.float32)).astype(y.dtype)
 
 
 BLOCK = Block(

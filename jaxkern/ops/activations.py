@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
+from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
@@ -32,12 +33,11 @@ from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.elementwise.launch import Lanes, launch, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
-    Alone,
-    Unit,
+    GatedUnit,
+    Pointwise,
     gelu_curve,
     kernel_functions,
     recomputing,
-    wide,
 )
 
 
@@ -69,7 +69,7 @@ def relu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       >>> print(jaxkern.relu(jnp.array([-1.0, 2.0])))
       [0. 2.]
     """
-    return run("relu", Alone("relu"), {"x": x}, implementation)
+    return run("relu", Pointwise("relu"), {"x": x}, implementation)
 
 
 @public_op
@@ -95,7 +95,7 @@ def relu_squared(x: jax.Array, *, implementation: Implementation | None = None) 
     References:
       So et al., `Primer <https://arxiv.org/abs/2109.08668>`_, 2021.
     """
-    return run("relu_squared", Alone("relu_squared"), {"x": x}, implementation)
+    return run("relu_squared", Pointwise("relu_squared"), {"x": x}, implementation)
 
 
 @public_op
@@ -124,7 +124,7 @@ def silu(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       Elfwing, Uchibe and Doya, `Sigmoid-Weighted Linear Units
       <https://arxiv.org/abs/1702.03118>`_, 2017.
     """
-    return run("silu", Alone("silu"), {"x": x}, implementation)
+    return run("silu", Pointwise("silu"), {"x": x}, implementation)
 
 
 @public_op
@@ -158,7 +158,7 @@ def gelu(
     References:
       Hendrycks and Gimpel, `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_, 2016.
     """
-    return run("gelu", Alone(gelu_curve(approximate)), {"x": x}, implementation)
+    return run("gelu", Pointwise(gelu_curve(approximate)), {"x": x}, implementation)
 
 
 @public_op
@@ -184,7 +184,7 @@ def quick_gelu(x: jax.Array, *, implementation: Implementation | None = None) ->
     References:
       Hendrycks and Gimpel, `Gaussian Error Linear Units <https://arxiv.org/abs/1606.08415>`_, 2016.
     """
-    return run("quick_gelu", Alone("quick_gelu"), {"x": x}, implementation)
+    return run("quick_gelu", Pointwise("quick_gelu"), {"x": x}, implementation)
 
 
 @public_op
@@ -207,7 +207,7 @@ def sigmoid(x: jax.Array, *, implementation: Implementation | None = None) -> ja
       >>> print(jaxkern.sigmoid(jnp.array([-jnp.inf, 0.0, 100.0])))
       [0.  0.5 1. ]
     """
-    return run("sigmoid", Alone("sigmoid"), {"x": x}, implementation)
+    return run("sigmoid", Pointwise("sigmoid"), {"x": x}, implementation)
 
 
 @public_op
@@ -230,10 +230,12 @@ def tanh(x: jax.Array, *, implementation: Implementation | None = None) -> jax.A
       >>> print(jaxkern.tanh(jnp.array([-jnp.inf, 0.0, 100.0])))
       [-1.  0.  1.]
     """
-    return run("tanh", Alone("tanh"), {"x": x}, implementation)
+    return run("tanh", Pointwise("tanh"), {"x": x}, implementation)
 
 
-def run(op: str, function: Alone | Unit, arrays: dict[str, Any], implementation: Any) -> jax.Array:
+def run(
+    op: str, function: Pointwise | GatedUnit, arrays: dict[str, Any], implementation: Any
+) -> jax.Array:
     """Computes `function` of each element of `arrays`.
 
     Args:
@@ -245,25 +247,25 @@ def run(op: str, function: Alone | Unit, arrays: dict[str, Any], implementation:
     """
     arrays = {name: check_floating(name, a) for name, a in arrays.items()}
     ins = tuple(arrays.values())
-    joined = isinstance(function, Unit) and len(ins) == 1
+    joined = isinstance(function, GatedUnit) and len(ins) == 1
     reason = unsupported(columns=ins[0].shape[-1] // 2 if joined else 0, **arrays)
-    # XLA computes the error function in so many operations that it loses even where it fuses.
-    fused = isinstance(function, Alone) and function.curve != "gelu_erf"
+    # XLA's error function takes more operations than the kernels', and loses even where fused.
+    fused = isinstance(function, Pointwise) and function.curve != "gelu_erf"
     slower = "XLA fuses it, which saves more than the kernels do" if fused else None
     mode = resolve(implementation, reason, op=op, slower=slower)
     if mode == "xla":
         f = functools.partial(pointwise_reference, function)
         return named(op, recomputing(f)(*ins))
-    return _pointwise_jit(ins, Options(op, function, mode, joined))
+    return _pointwise_jit(ins, ActivationOptions(op, function, mode, joined))
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What the passes are compiled for.
+class ActivationOptions:
+    """Static arguments of the passes.
 
     Attributes:
       op: the name of the public function.
-      function: an ``Alone`` or a ``Unit``, computed of each element.
+      function: an ``Pointwise`` or a ``GatedUnit``, computed of each element.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
       joined: whether one array holds gate and up side by side.
     """
@@ -276,11 +278,11 @@ class Options:
     @property
     def kernel(self) -> str:
         """The name of the kernels, without ``_fwd`` or ``_bwd``."""
-        return self.function.curve if isinstance(self.function, Alone) else self.op
+        return self.function.curve if isinstance(self.function, Pointwise) else self.op
 
 
 @Differentiable
-def _pointwise(ins: tuple[jax.Array, ...], options: Options) -> jax.Array:
+def _pointwise(ins: tuple[jax.Array, ...], options: ActivationOptions) -> jax.Array:
     return _pointwise_fwd(ins, options)[0]
 
 
@@ -307,7 +309,7 @@ def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
     return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
 
 
-def launch_forward(options: Options, *ins: Any, sliced: bool = False) -> tuple[Any, ...]:
+def launch_forward(options: ActivationOptions, *ins: Any, sliced: bool = False) -> tuple[Any, ...]:
     x = ins[0]  # (..., D), or (..., 2H) where it holds gate and up
     columns = x.shape[-1] // 2 if options.joined else 0
     shape = (*x.shape[:-1], columns) if options.joined else x.shape
@@ -321,7 +323,9 @@ def launch_forward(options: Options, *ins: Any, sliced: bool = False) -> tuple[A
     return launch(f"{options.kernel}_fwd", body, ins, outs, columns=columns, sliced=sliced)
 
 
-def launch_backward(options: Options, *ins_and_dout: Any, sliced: bool = False) -> tuple[Any, ...]:
+def launch_backward(
+    options: ActivationOptions, *ins_and_dout: Any, sliced: bool = False
+) -> tuple[Any, ...]:
     *ins, dout = ins_and_dout
     of = kernel_functions(exact=dout.dtype == jnp.float32)
 
@@ -335,14 +339,14 @@ def launch_backward(options: Options, *ins_and_dout: Any, sliced: bool = False) 
     return launch(name, body, ins_and_dout, grads, columns=columns, sliced=sliced)
 
 
-def reference_forward(options: Options, *ins: Any) -> tuple[Any]:
+def reference_forward(options: ActivationOptions, *ins: Any) -> tuple[Any]:
     return (pointwise_reference(options.function, *ins),)
 
 
-def reference_backward(options: Options, *ins_and_dout: Any) -> tuple[Any, ...]:
+def reference_backward(options: ActivationOptions, *ins_and_dout: Any) -> tuple[Any, ...]:
     *ins, dout = ins_and_dout
     parts = _parts(options.function, ins)
-    f32 = wide(*parts, dout)
+    f32 = wide(*(a.dtype for a in (*parts, dout)))
     slopes = options.function.slopes(*(a.astype(f32) for a in (*parts, dout)), PLAIN)
     grads = tuple(d.astype(a.dtype) for d, a in zip(slopes, parts, strict=True))
     return (jnp.concatenate(grads, axis=-1),) if options.joined else grads
@@ -351,21 +355,21 @@ def reference_backward(options: Options, *ins_and_dout: Any) -> tuple[Any, ...]:
 def pointwise_reference(function: Any, *ins: jax.Array) -> jax.Array:
     """`function` in plain JAX, computed in fp32 and rounded once."""
     parts = _parts(function, ins)
-    f32 = wide(*parts)
+    f32 = wide(*(a.dtype for a in parts))
     return function.value(*(a.astype(f32) for a in parts), PLAIN).astype(ins[0].dtype)
 
 
 def _parts(function: Any, ins: Any) -> Any:
     """The arguments of `function`: gate and up, too, where one array holds both."""
-    joined = isinstance(function, Unit) and len(ins) == 1
+    joined = isinstance(function, GatedUnit) and len(ins) == 1
     return jnp.split(ins[0], 2, axis=-1) if joined else ins
 
 
-def _ins(options: Options) -> tuple[str, ...]:
+def _ins(options: ActivationOptions) -> tuple[str, ...]:
     """The factors of the arguments: rows that hold gate and up, y, have a result's row, z."""
     if options.joined:
         return ("... y",)
-    return ("...",) * (2 if isinstance(options.function, Unit) else 1)
+    return ("...",) * (2 if isinstance(options.function, GatedUnit) else 1)
 
 
 FORWARD = KernelPass(

@@ -206,7 +206,7 @@ def curve_value(name: str, v: Any, of: Functions, alpha: float = 1.0) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Alone:
+class Pointwise:
     """An activation as a function of one array, in a kernel and in plain JAX.
 
     Attributes:
@@ -224,7 +224,7 @@ class Alone:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
+class GatedUnit:
     """A gated unit as a function of gate and up, in a kernel and in plain JAX.
 
     Attributes:
@@ -262,7 +262,7 @@ class Unit:
         return gate, up + self.up_offset if self.up_offset else up
 
 
-def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
+def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> GatedUnit:
     """Returns the unit of an op's arguments."""
     name = named_curve(activation)
     alpha = check_number("alpha", alpha, above=0)
@@ -274,12 +274,7 @@ def check_unit(activation: Any, alpha: Any, limit: Any, up_offset: Any) -> Unit:
         )
     if limit is not None:
         limit = check_number("limit", limit, above=0, none="no limit")
-    return Unit(name, alpha, limit, up_offset)
-
-
-def wide(*arrays: jax.Array) -> Any:
-    """The dtype that plain JAX computes in."""
-    return functools.reduce(jnp.promote_types, [a.dtype for a in arrays], jnp.float32)
+    return GatedUnit(name, alpha, limit, up_offset)
 
 
 def recomputing(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,7 +294,7 @@ _TANH = (
         ),
     ),
 )
-"""Up to which |v|, tanh(v) / v as a polynomial of v² of relative error 6e-7 or 5e-9."""
+"""Ranges of |v|, and tanh(v) / v there by polynomials of v², to relative errors 6e-7 and 5e-9."""
 
 
 def _kernel_tanh(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:

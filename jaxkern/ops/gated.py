@@ -14,7 +14,7 @@ after the limit.
 
 Saved for the backward: g and u alone; f(g) is recomputed. One kernel computes dg and du; where g
 and u are the halves of one array, it writes them into the halves of one, and nothing is
-concatenated. Rule and passes are those of :mod:`jaxkern.ops.activations`.
+concatenated. Rule and passes are defined in :mod:`jaxkern.ops.activations`.
 
 Bytes per element of out, in units of its size: 3 forward (read g and u, write out), 5 backward
 (read g, u and dout, write dg and du). With about 10 operations forward and 20 backward, both passes
@@ -32,8 +32,8 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_floating
 from jaxkern.core.dispatch import Implementation, Mode, public_op
-from jaxkern.ops.activations import BACKWARD, Options, run
-from jaxkern.ops.curves import Activation, Unit, check_unit, gelu_curve
+from jaxkern.ops.activations import BACKWARD, ActivationOptions, run
+from jaxkern.ops.curves import Activation, GatedUnit, check_unit, gelu_curve
 
 
 @public_op
@@ -171,7 +171,7 @@ def geglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("geglu", Unit(gelu_curve(approximate)), _pair(gate, up), implementation)
+    return run("geglu", GatedUnit(gelu_curve(approximate)), _pair(gate, up), implementation)
 
 
 @public_op
@@ -199,7 +199,7 @@ def reglu(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("reglu", Unit("relu"), _pair(gate, up), implementation)
+    return run("reglu", GatedUnit("relu"), _pair(gate, up), implementation)
 
 
 @public_op
@@ -278,7 +278,7 @@ def gelu_and_mul(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    return run("gelu_and_mul", Unit(gelu_curve(approximate)), _halves(gate_up), implementation)
+    return run("gelu_and_mul", GatedUnit(gelu_curve(approximate)), _halves(gate_up), implementation)
 
 
 def _pair(gate: Any, up: Any) -> dict[str, jax.Array]:
@@ -299,7 +299,9 @@ def _halves(gate_up: Any, name: str = "gate_up") -> dict[str, jax.Array]:
 
 
 def gated_backward(
-    unit: Unit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
+    unit: GatedUnit, mode: Mode, ins: tuple[jax.Array, ...], dout: jax.Array
 ) -> tuple[jax.Array, ...]:
     """The gradients of gate and up, or of one array of both, for other ops' rules."""
-    return BACKWARD(Options(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1), *ins, dout)
+    return BACKWARD(
+        ActivationOptions(f"gated_{unit.curve}", unit, mode, joined=len(ins) == 1), *ins, dout
+    )

@@ -50,8 +50,8 @@ def put_layer(state: Any, layer: Any, new: Any) -> Any:
     """`state` with `new` for `layer`."""
     if layer is None:
         return new[None]
-    wide = state.astype(new.dtype)
-    return lax.dynamic_update_index_in_dim(wide, new, clipped(layer[0], state.shape[0]), 0)
+    stacked = state.astype(new.dtype)
+    return lax.dynamic_update_index_in_dim(stacked, new, clipped(layer[0], state.shape[0]), 0)
 
 
 def clipped(layer: jax.Array, count: int) -> jax.Array:

@@ -7,7 +7,7 @@ A row is a channel: of Mamba one with a step size and N rates of its own, of Mam
 a head, which share a step size and one rate. A token reads and writes 8 bytes of every state, and
 little else: for 64 sequences of a layer of mamba2-130m, 50 MB of states, an H200 takes 29.5 µs, at
 79% of its copy's rate, and an H100 35.9, at 94%, where XLA, which writes the new states to a
-temporary and copies them, takes 55.6 and 76.6 (JAX 0.11.2; `python -m bench decode --scan`).
+temporary and copies them, takes 55.6 and 76.6 (JAX 0.11.2; bench/results).
 
 A block is a warpgroup, which has some rows of one sequence and group. A row's states lie in up to
 32 neighbouring lanes, four in each access; the products with C are summed over them by shuffles. A
@@ -216,7 +216,7 @@ class _Step:
       tile: tile of a block.
       groups: G.
       rows: rows of a sequence and group, M.
-      arrays: arrays by their names, ``None`` for absent ones. Those of tokens are (B · G, …), the
+      arrays: arrays by their names, ``None`` for absent ones. Per-token arrays are (B · G, …), the
         others (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
         divisor of M.
     """
@@ -267,7 +267,7 @@ class _Step:
         column = lax.div(block, self.parts)
         group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
         layer = 0 if refs.layer is None else clipped(refs.layer[0], refs.state.shape[0])
-        of_rows = lambda ref, index: _Rows(tile, ref, index, first_row, self.rows)
+        of_rows = lambda ref, index: _StepRows(tile, ref, index, first_row, self.rows)
         lanes = [*range(tile.rows)]
         x = of_rows(refs.x, column)
         x_summed = x.summed()  # before x may be overwritten
@@ -322,7 +322,7 @@ def _flat(v: Any, count: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class _StepRows:
     """An array's values for a block's rows; neighbours may share one.
 
     Attributes:

@@ -31,11 +31,11 @@ from jax.experimental import pallas as pl
 from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, Sequence, carried
+from jaxkern.core.split import Axes, SplitSequence, carried
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
 
-type OfOptions = Callable[[Any], Sequence | None]
+type OfOptions = Callable[[Any], SplitSequence | None]
 
 
 def sequences(
@@ -47,17 +47,21 @@ def sequences(
     that saves no states takes parts of any length.
 
     Args:
-      forward, backward: a device's work on its part, as in :class:`Sequence`.
-      unfit: gives the reason why a pass that saves or reads states cannot have so many parts.
+      forward, backward: a device's work on its part, as in :class:`SplitSequence`.
+      unfit: gives the reason why a pass that saves or reads states cannot be split into `parts`.
     """
-    plain, saving, reading = Sequence(forward), Sequence(forward, unfit), Sequence(backward, unfit)
+    plain, saving, reading = (
+        SplitSequence(forward),
+        SplitSequence(forward, unfit),
+        SplitSequence(backward, unfit),
+    )
 
-    def of_forward(options: Any) -> Sequence | None:
+    def of_forward(options: Any) -> SplitSequence | None:
         if options.num_segments is not None:
             return None
         return saving if options.save else plain
 
-    def of_backward(options: Any) -> Sequence | None:
+    def of_backward(options: Any) -> SplitSequence | None:
         return None if options.num_segments is not None else reading
 
     return of_forward, of_backward
@@ -139,7 +143,7 @@ class Sections:
         """The state before each section, (B · count, …).
 
         Args:
-          run, axes: as a :class:`Sequence` has them.
+          run, axes: as a :class:`SplitSequence` has them.
           of: the meaning of the first array of a carry.
           carry: a pair of arrays (B · count, …), the second the state after a section from zeros.
           first: the state before the sequence, (B, …), the same on all devices.
@@ -284,7 +288,7 @@ class SectionTile:
 
     @classmethod
     def of(cls, own: tuple[int, ...], per_unit: int) -> "SectionTile":
-        """Chooses wide accesses where two blocks are left for every multiprocessor.
+        """Chooses vector accesses where two blocks are left for every multiprocessor.
 
         Args:
           own: the shape (B, S, M), M a multiple of LANES.
@@ -293,8 +297,8 @@ class SectionTile:
         batch, sections, size = own
         width = _VECTOR * LANES
         whole = size % width == 0 and (per_unit == 1 or per_unit % width == 0)
-        wide = whole and batch * size >= 2 * num_sms() * width
-        return cls(sections, per_unit, _VECTOR if wide else 1)
+        vectors = whole and batch * size >= 2 * num_sms() * width
+        return cls(sections, per_unit, _VECTOR if vectors else 1)
 
     @property
     def width(self) -> int:

@@ -1,22 +1,23 @@
 """Segments of packed sequences, as the ops that carry a state along time see them.
 
-Of a row's segment ids only the changes count: a segment begins where the id is not that of the
-token before, and runs from its own initial state. ``num_segments=S`` numbers these states: an id
-from 0 to S − 1 is the number of its segment's state, and any other id (of padding, say) has none.
-An id that comes back after another has its state in its first segment; later ones have none.
+Of a row's segment ids only the changes count: a segment begins where the id differs from the
+previous token's, and runs from its own initial state. ``num_segments=S`` numbers these states:
+an id from 0 to S − 1 is the number of its segment's state, and any other id (of padding, say) has
+none. An id that comes back after another has its state in its first segment; later ones have none.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import as_array, check_integer
+from jaxkern.core.arguments import as_array, check_floating, check_integer
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import gather
-from jaxkern.core.split import Axes, Sequence, carried, from_before, is_first, is_last
+from jaxkern.core.split import Axes, SplitSequence, carried, from_before, is_first, is_last
 
 
 def check_segment_ids(
@@ -62,13 +63,23 @@ _MAX_SEGMENTS = 1 << 15
 
 
 def check_states(
-    states: jax.Array, batch: int, num_segments: int | None, state: tuple[int, ...], meaning: str
-) -> None:
-    """Checks the shape of initial states: one of shape `state` for a row, or for each segment.
+    states: Any,
+    batch: int,
+    num_segments: int | None,
+    state: tuple[int, ...],
+    meaning: str,
+    check: Callable[[str, Any], jax.Array] = check_floating,
+) -> Any:
+    """Checks initial states, if any: one of shape `state` for a row, or for each segment.
 
-    `meaning` puts the shape in words: ``"(B, D) of a"``.
+    `meaning` puts the shape of a row's in words, ``"(B, D) of a"``, and `check` checks the dtype.
     """
+    if states is None:
+        return None
+    states = check("initial_state", states)
     lead = (batch,) if num_segments is None else (batch, num_segments)
+    if num_segments is not None:
+        meaning = meaning.replace("(B,", "(B, S,", 1)
     shape, remedy = (*lead, *state), ""
     if states.ndim == len(shape) + 1:
         remedy = ". For a state of every segment, give num_segments and segment_ids"
@@ -78,10 +89,11 @@ def check_states(
         raise ValueError(
             f"initial_state must have shape {shape} = {meaning}; got {states.shape}{remedy}"
         )
+    return states
 
 
 def begins(ids: jax.Array) -> jax.Array:
-    """(B, L): whether a token's id is not that of the token before; never for the first."""
+    """(B, L): whether a token's id differs from the previous token's; never for the first."""
     before = jnp.concatenate([ids[:, :1], ids], axis=1)[:, :-1]
     return ids != before
 
@@ -121,8 +133,8 @@ def _too_short(options: LookBack, parts: int, ids: Any) -> str | None:
     return f"a part of its {ids.shape[1]} tokens is shorter than {options.tokens}"
 
 
-LOOKING_BACK = Sequence(_looking_back, _too_short)
-"""How a pass with a :class:`LookBack` is split."""
+LOOKING_BACK = SplitSequence(_looking_back, _too_short)
+"""Split rule of a pass with a :class:`LookBack`."""
 
 
 def _new(options: LookBack, ids: jax.Array) -> tuple[jax.Array]:
@@ -159,7 +171,7 @@ _NUMBERS = KernelPass(
     reference=_numbers,
     ins=("b l",),
     outs=("b l",),
-    sequence=Sequence(_numbers_of_part),
+    sequence=SplitSequence(_numbers_of_part),
 )
 
 
@@ -192,7 +204,7 @@ def spans(ids: jax.Array, num_segments: int) -> Spans:
 
 
 def entered(ids: jax.Array, num_segments: int) -> jax.Array:
-    """Which state a token begins from, (B, L), int32: −1 for that after the token before it.
+    """Index of the state a token begins from, (B, L), int32: −1 for the previous token's state.
 
     Where a segment begins, the number of its initial state, or S if it has none and begins from
     zeros.
@@ -202,7 +214,7 @@ def entered(ids: jax.Array, num_segments: int) -> jax.Array:
 
 
 def left(ids: jax.Array, num_segments: int) -> jax.Array:
-    """Which segment ends before a token, (B, L), int32: S for one that has no state, or none."""
+    """Index of the segment that ends before a token, (B, L), int32: S for none, or no state."""
     time = jnp.arange(ids.shape[1], dtype=jnp.int32)
     return _at(spans(ids, num_segments).stop, time)
 
@@ -226,7 +238,7 @@ def crossings(ids: jax.Array, num_segments: int) -> jax.Array:
 
 
 class Seen(NamedTuple):
-    """Which segments a row has, and which of them end before it does: (B, S)."""
+    """Masks of the segments in a row, and of the segments that end before the row: (B, S)."""
 
     entered: jax.Array
     left: jax.Array
@@ -239,18 +251,18 @@ class Seen(NamedTuple):
         return cls(has(new), has(ended))
 
     def final(self, ends: Any, last: Any, initial: Any) -> jax.Array:
-        """Final states, (B, S, ...): those at `ends` of segments, that of the row, or `initial`."""
+        """Final states, (B, S, ...): from segment `ends`, from the row's `last`, or `initial`."""
         initial = jnp.zeros((), ends.dtype) if initial is None else initial.astype(ends.dtype)
         own = jnp.where(along(self.left, ends), ends, jnp.expand_dims(last, 1))
         return jnp.where(along(self.entered, ends), own, initial)
 
     def of_row(self, dfinal: jax.Array) -> jax.Array:
-        """The cotangent of a row's final state, (B, ...), from those of its segments."""
+        """The cotangent of a row's final state, (B, ...), from its segments' cotangents."""
         is_last = self.entered & ~self.left
         return jnp.sum(jnp.where(along(is_last, dfinal), dfinal, 0), axis=1)
 
     def initial(self, dstarts: jax.Array, dfinal: Any) -> jax.Array:
-        """The cotangents of initial states: of one whose segment is absent, its final state's."""
+        """The cotangents of initial states; an absent segment's is its final state's."""
         dfinal = jnp.zeros((), dstarts.dtype) if dfinal is None else dfinal.astype(dstarts.dtype)
         return jnp.where(along(self.entered, dstarts), dstarts, dfinal)
 
@@ -286,5 +298,5 @@ _LAST_TOKENS = KernelPass(
 
 
 def last_tokens(v: jax.Array, last: jax.Array, absent: Any) -> jax.Array:
-    """(B, S, D): of `v` (B, L, D) the tokens `last` (B, S); where that is −1, `absent` or zeros."""
+    """(B, S, D): tokens `last` (B, S) of `v` (B, L, D); where −1, `absent` or zeros."""
     return _LAST_TOKENS(None, v, last, absent)[0]

@@ -15,28 +15,52 @@ memory, with s = unscale factor · clip factor:
     copy = p in the parameters' dtype
 
 Where the flag `finite` is false everything stays as it is. All is computed in fp32 and rounded
-once, to nearest or, to bfloat16, stochastically (`jaxkern.optim.rounding`); mu and nu may be codes
-of 8 bits (`jaxkern.optim.quantise`). The step takes mu and nu as they are before they are rounded.
+once. The step takes mu and nu as they are before they are rounded.
 
-Sources: Kingma and Ba, Adam, ICLR 2015; Dozat, Incorporating Nesterov Momentum into Adam, ICLR
-workshop 2016; Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
+**Stochastic rounding to bfloat16.** A bfloat16 is the upper half of a float32. For r uniform in
+{0, …, 2¹⁶ − 1},
+
+    round(x) = the upper half of (bits of x) + r
+
+is one of the two bfloat16 around x, with probabilities that make x the expectation. What bfloat16
+can hold stays as it is, NaN and infinities too. An average that moves by less than half a step of
+its bfloat16 would stay where it is for ever if it were rounded to nearest.
+
+The bits are Philox-4x32-7's: 7 are the fewest rounds that pass all tests of BigCrush, and their
+time counts where an element has few bytes. Its key is the seed's two words, its counter (⌊i / 8⌋,
+leaf, step, stream) for element i of a leaf's array: a step that is run again draws the same bits.
+The four words of a counter serve eight elements, half a word each. For a second draw an element
+takes its neighbour's half, which is independent of its own.
+
+**Codes of 8 bits**, in blocks of 256 elements. With a block's largest magnitude a, in float32:
+
+    mu   int8, linear:        m = a · c / 127                 c from −127 to 127
+    nu   uint8, logarithmic:  v = a · 2^((c − 255) / 12)      c from 0 to 255
+
+so that nu's codes are 6% apart from a down to a / 2^21, and smaller values have the last code. A
+value is rounded to one of the two codes around it at random, too.
+
+Sources, beside those of the optimizers: Gupta et al., Deep Learning with Limited Numerical
+Precision, ICML 2015; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011; Dettmers
+et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (blocks; their codes are others).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.optim import quantise
-from jaxkern.optim.rounding import Draws, leaf_draws, round_to_bfloat16, round_with_slope
+from jaxkern.elementwise.philox import halves, philox, wide_product
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """What a step is compiled for of the optimizer.
 
     Attributes:
@@ -52,7 +76,7 @@ class Rule:
     stochastic: bool = False
 
 
-class Numbers(NamedTuple):
+class StepNumbers(NamedTuple):
     """The numbers of a step, (): fp32, or fp64 for fp64 parameters."""
 
     finite: Any  # 1, or 0 to leave all as it is
@@ -70,14 +94,10 @@ class Numbers(NamedTuple):
     eps_root: Any = None
 
 
-def number_names(rule: Rule) -> tuple[str, ...]:
-    """The fields of `Numbers` that a rule needs; the kernel loads no others."""
-    absent = set()
-    if not (rule.kind == "adam" and rule.nesterov):
-        absent.add("grad_factor")
-    if not rule.eps_root:
-        absent.add("eps_root")
-    return tuple(name for name in Numbers._fields if name not in absent)
+def number_names(rule: UpdateRule) -> tuple[str, ...]:
+    """The fields of `StepNumbers` that a rule needs; the kernel loads no others."""
+    needed = {"grad_factor": rule.kind == "adam" and rule.nesterov, "eps_root": rule.eps_root}
+    return tuple(name for name in StepNumbers._fields if needed.get(name, True))
 
 
 class Leaf(NamedTuple):
@@ -97,52 +117,23 @@ class Leaf(NamedTuple):
         return self.mu_scale is not None or self.nu_scale is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """What a step is compiled for of a leaf: its number in the tree, and whether it decays."""
-
-    number: int
-    decays: bool
-
-
-def is_code(a: Any) -> bool:
-    """Says whether an average is in 8 bits."""
-    return jnp.issubdtype(a.dtype, jnp.integer)
-
-
 # The step of some elements, in the kernel and outside
 
 
-def corrected(n: Numbers, g: Any, mu: Any) -> Any:
-    """The average of the gradients without its bias to 0; with Nesterov's, one step ahead."""
-    m = mu * n.mu_factor
-    return m if n.grad_factor is None else m + g * n.grad_factor
+def step(rule, n, decays, g, p, mu, nu, sqrt=jnp.sqrt, divide=jnp.divide):
+    """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays.
 
-
-def plain_ratio(n: Numbers, g: Any, mu: Any, nu: Any) -> Any:
-    """Adam's step before the learning rate: the average over the root of that of the squares."""
-    m = corrected(n, g, mu)
-    if n.eps_root is not None:
-        return m / (jnp.sqrt(nu * n.nu_factor + n.eps_root) + n.eps)
-    return m / (jnp.sqrt(nu) * n.nu_factor + n.eps)
-
-
-def step(
-    rule: Rule,
-    n: Numbers,
-    decays: bool,
-    g: Any,
-    p: Any,
-    mu: Any,
-    nu: Any,
-    ratio: Callable[[Numbers, Any, Any, Any], Any] = plain_ratio,
-):
-    """Returns the change of p and the new mu and nu; p may be ``None`` where nothing decays."""
+    `sqrt` and `divide` are the functions to use.
+    """
     g = g * n.scale
     if rule.kind == "adam":
         mu = n.b1 * mu + n.one_minus_b1 * g
         nu = n.b2 * nu + n.one_minus_b2 * (g * g)
-        change = ratio(n, g, mu, nu)
+        root = sqrt(nu if n.eps_root is None else nu * n.nu_factor + n.eps_root)
+        m = mu * n.mu_factor
+        m = m if n.grad_factor is None else m + g * n.grad_factor
+        root = root * n.nu_factor if n.eps_root is None else root
+        change = divide(m, root + n.eps)
     else:
         change = g
         if mu is not None:
@@ -153,7 +144,36 @@ def step(
     return -n.rate * change, mu, nu
 
 
-def streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
+# Stochastic rounding to bfloat16
+
+_ROUNDS = 7
+
+GROUP = 8
+"""Elements that one call of the generator serves."""
+
+
+def round_to_bfloat16(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds x, float32, to a bfloat16 beside it, in float32, by `bits`, uint32 below 2^16."""
+    word = lax.bitcast_convert_type(x, jnp.uint32) + bits
+    rounded = lax.bitcast_convert_type(word & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(x == x, rounded, x)
+
+
+@jax.custom_jvp
+def _round_with_slope(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """:func:`round_to_bfloat16` with the derivative of its expectation, which is 1.
+
+    The bits that it works on have none, so that JAX would take the result for a constant.
+    """
+    return round_to_bfloat16(x, bits)
+
+
+@_round_with_slope.defjvp
+def _round_with_slope_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _round_with_slope(*primals), tangents[0]
+
+
+def draws_needed(rule: UpdateRule, leaf: Leaf) -> tuple[bool, bool]:
     """Says whether a leaf needs random bits for mu and nu, and for its weight."""
     rounded = lambda a: (
         a is not None and (is_code(a) or (rule.stochastic and a.dtype == jnp.bfloat16))
@@ -161,15 +181,103 @@ def streams(rule: Rule, leaf: Leaf) -> tuple[bool, bool]:
     return rounded(leaf.mu) or rounded(leaf.nu), rounded(leaf.weight)
 
 
-def rounded(
-    rule: Rule,
+def group_draws(group, leaf, seed, stream, product=wide_product) -> tuple[list[Any], list[Any]]:
+    """Draws two uniform uint32 below 2^16 for each of a group of `GROUP` elements.
+
+    `group` and the number of the `leaf` are uint32, and so are the two words of the key and the
+    step that `seed` is. Returns the first draws and the second ones, an array for each element.
+    """
+    zero = group & jnp.uint32(0)
+    key, step = seed[:2], seed[2]
+    counter = (group, zero + leaf, zero + step, zero + jnp.uint32(stream))
+    first = halves(philox(counter, key, product, rounds=_ROUNDS))
+    return first, [half for low, high in itertools.batched(first, 2) for half in (high, low)]
+
+
+def leaf_draws(shape: tuple[int, ...], leaf: Any, seed: Sequence[Any], stream: int) -> Any:
+    """Draws two random numbers for all elements of a leaf: two arrays of its `shape`."""
+    size = math.prod(shape)
+    groups = jnp.arange(-(-size // GROUP), dtype=jnp.uint32)
+    draws = group_draws(groups, jnp.asarray(leaf, jnp.uint32), seed, stream)
+    return tuple(jnp.stack(d, axis=-1).reshape(-1)[:size].reshape(shape) for d in draws)
+
+
+# Codes of 8 bits
+
+CODE_BLOCK = 256
+"""Elements that share a scale: a warp's, 8 to a lane."""
+
+SMALLEST_IN_CODES = 4096
+"""Elements of a leaf that is kept in 8 bits: smaller ones take little memory."""
+
+_PER_OCTAVE = 12
+_ABOVE = (0.49278013254, 0.99986099001, 0.028879469519, 0.000556039346)
+"""The coefficients of a polynomial that is 0 at −1/2, 1 at 1/2, and off by at most 9e-8 between."""
+
+
+class Quantised(NamedTuple):
+    """An average in 8 bits.
+
+    Attributes:
+      codes: the shape of the parameter, int8 (linear) or uint8 (logarithmic).
+      scale: (elements / 256,), float32, the largest magnitude of each block.
+    """
+
+    codes: Any
+    scale: Any
+
+
+def is_code(a: Any) -> bool:
+    """Says whether an average is in 8 bits."""
+    return jnp.issubdtype(a.dtype, jnp.integer)
+
+
+def decoded(
+    dtype: Any, code: Any, scale: jax.Array, exp2: Callable[..., jax.Array] = jnp.exp2
+) -> jax.Array:
+    """The number that a code stands for; code and scale in float32, of one shape."""
+    if dtype == jnp.int8:
+        return code * (scale * (1 / 127))
+    return scale * exp2((code - 255.0) * (1 / _PER_OCTAVE))
+
+
+def before_rounding(
     dtype: Any,
     x: jax.Array,
-    bits: Any,
-    to_bfloat16: Callable[[jax.Array, Any], jax.Array] = round_to_bfloat16,
+    scale: jax.Array,
+    bits: jax.Array,
+    log2: Callable[..., jax.Array] = jnp.log2,
+    nearest: Callable[..., jax.Array] = jnp.round,
 ) -> jax.Array:
-    """Rounds x, fp32, to bfloat16 if that is done at random; else the cast to `dtype` rounds it."""
-    return to_bfloat16(x, bits) if rule.stochastic and dtype == jnp.bfloat16 else x
+    """The number whose nearest whole number is the code of x, in float32: its random part added.
+
+    `x` is of at most the magnitude of its `scale`, and for uint8 not negative; `bits` are uint32
+    below 2^16; `log2` and `nearest`, of magnitudes below 2^22, are the functions to use.
+    """
+    # 1 + bits / 2^23, by its mantissa; (bits + 1/2) / 2^16 is uniform.
+    above_one = lax.bitcast_convert_type(bits | jnp.uint32(0x3F800000), jnp.float32)
+    small = above_one - (1 - 2.0**-24)
+    inverse = jnp.where(scale > 0, 1 / scale, 0.0)
+    if dtype == jnp.int8:
+        return x * (inverse * 126.99996) + (small * 128.0 - 0.5)
+    octaves = log2(jnp.maximum(x * inverse, 2.0 ** (-254.99 / _PER_OCTAVE)))
+    twelfths = octaves * _PER_OCTAVE + 254.5
+    below = nearest(twelfths)
+    rest = twelfths - below
+    # The probability of the code above, less _ABOVE[0]:
+    # (2^((rest + 1/2) / 12) - 1) / (2^(1/12) - 1).
+    above = rest * (_ABOVE[1] + rest * (_ABOVE[2] + rest * _ABOVE[3]))
+    return jnp.minimum((below + (_ABOVE[0] + 0.5)) + above - small * 128.0, 255.4)
+
+
+def largest_of_blocks(x: jax.Array) -> jax.Array:
+    """The largest magnitude of each block, (elements / 256,)."""
+    return jnp.abs(x).reshape(-1, CODE_BLOCK).max(axis=1)
+
+
+def of_elements(scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Repeats each block's scale for its elements, in `shape`."""
+    return jnp.repeat(scale, CODE_BLOCK).reshape(shape)
 
 
 # In plain JAX
@@ -177,7 +285,7 @@ def rounded(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def changed(
-    rule: Rule, decays: bool, numbers: Numbers, seed: jax.Array, number: Any, leaf: Leaf
+    rule: UpdateRule, decays: bool, numbers: StepNumbers, seed: jax.Array, number: Any, leaf: Leaf
 ) -> tuple[Leaf, jax.Array]:
     """Returns the leaf after a step, and what the step adds to the parameter, in fp32.
 
@@ -186,17 +294,15 @@ def changed(
     """
     some = [a for a in leaf if a is not None and not is_code(a)]
     f32 = functools.reduce(jnp.promote_types, (a.dtype for a in some), jnp.float32)
-    numbers = Numbers(*(None if n is None else jnp.asarray(n).astype(f32) for n in numbers))
-    g, p = (None if a is None else a.astype(f32) for a in leaf[:2])
-    mu, nu = _average(leaf.mu, leaf.mu_scale, f32), _average(leaf.nu, leaf.nu_scale, f32)
-    of_state, of_weight = streams(rule, leaf)
-
-    def draws(stream: int, needed: bool) -> Draws:
-        if not needed:
-            return Draws(None, None)
-        return leaf_draws(leaf.grad.shape, number, list(seed), stream)
-
-    for_mu, for_nu = draws(0, of_state)
+    numbers = StepNumbers(*(None if n is None else jnp.asarray(n).astype(f32) for n in numbers))
+    g, p, *averages = (None if a is None else a.astype(f32) for a in leaf[:4])
+    mu, nu = (
+        a if scale is None else decoded(kept.dtype, a, of_elements(scale, kept.shape))
+        for a, kept, scale in zip(averages, leaf[2:4], leaf[5:], strict=True)
+    )
+    of_state, of_weight = draws_needed(rule, leaf)
+    draw = functools.partial(leaf_draws, leaf.grad.shape, number, list(seed))
+    for_mu, for_nu = draw(0) if of_state else (None, None)
     kept = numbers.finite > 0
     # What a skipped step computes is finite, too, or it had no derivative.
     safe = lambda a, instead: None if a is None else jnp.where(kept, a, instead)
@@ -208,37 +314,29 @@ def changed(
             return None
         new = jnp.where(kept, new, old)
         if rule.stochastic and like.dtype == jnp.bfloat16:
-            new = new.astype(jnp.float32)  # whose bits are rounded
-        return rounded(rule, like.dtype, new, bits, round_with_slope).astype(like.dtype)
+            new = _round_with_slope(new.astype(jnp.float32), bits)
+        return new.astype(like.dtype)
 
     def average(old: Any, new: Any, like: Any, scale: Any, bits: Any) -> tuple[Any, Any]:
         if scale is None:
             return stored(old, new, like, bits), None
-        new_scale = quantise.largest(new)
-        new = quantise.code(like.dtype, new, quantise.spread(new_scale, new.shape), bits)
+        new_scale = largest_of_blocks(new)
+        new = before_rounding(like.dtype, new, of_elements(new_scale, new.shape), bits)
         return (
-            jnp.where(kept, new.astype(like.dtype), like),
+            jnp.where(kept, jnp.round(new).astype(like.dtype), like),
             jnp.where(kept, new_scale.astype(scale.dtype), scale),
         )
 
-    after_mu = average(mu, new_mu, leaf.mu, leaf.mu_scale, for_mu)
-    after_nu = average(nu, new_nu, leaf.nu, leaf.nu_scale, for_nu)
+    mu, mu_scale = average(mu, new_mu, leaf.mu, leaf.mu_scale, for_mu)
+    nu, nu_scale = average(nu, new_nu, leaf.nu, leaf.nu_scale, for_nu)
     new_p = None if p is None else p + delta
-    weight = stored(p, new_p, leaf.weight, draws(1, of_weight).first)
+    weight = stored(p, new_p, leaf.weight, draw(1)[0] if of_weight else None)
     copy = None if leaf.copy is None else weight.astype(leaf.copy.dtype)
-    after = Leaf(None, weight, after_mu[0], after_nu[0], copy, after_mu[1], after_nu[1])
     # Barriers, as XLA may leave out the rounding of what it widens again.
     if leaf.copy is not None:
-        delta = lax.optimization_barrier(after.copy).astype(f32) - leaf.copy.astype(f32)
+        delta = lax.optimization_barrier(copy).astype(f32) - leaf.copy.astype(f32)
     elif of_weight:
-        delta = lax.optimization_barrier(after.weight).astype(f32) - p
+        delta = lax.optimization_barrier(weight).astype(f32) - p
     else:
         delta = jnp.where(kept, delta, 0.0)
-    return after, delta
-
-
-def _average(a: Any, scale: Any, f32: Any) -> Any:
-    """mu or nu as numbers, decoded where it is codes."""
-    if a is None or scale is None:
-        return None if a is None else a.astype(f32)
-    return quantise.value(a.dtype, a.astype(f32), quantise.spread(scale, a.shape))
+    return Leaf(None, weight, mu, nu, copy, mu_scale, nu_scale), delta

@@ -23,8 +23,13 @@ import optax
 
 from jaxkern.core.bound import standard_promotion
 from jaxkern.core.kernel_call import warn_once
-from jaxkern.optim.arguments import Number, Options, check_mask_tree, check_number, is_function
-from jaxkern.optim.state import FusedAdamState, FusedSgdState
+from jaxkern.optim.step import (
+    FusedAdamState,
+    FusedSgdState,
+    OptimizerOptions,
+    check_number,
+    mask_of,
+)
 
 _NOTHING = optax.GradientTransformation(*optax.identity())  # which takes no extra arguments
 _CODES = {
@@ -42,11 +47,11 @@ _CODES = {
 }
 
 
-def _held(update: Any, kind: str) -> dict[str, Any] | None:
+def _held(update: Any, kind: str) -> dict[str, Any]:
     """Returns the closure of an ``update``, by Optax's names, if it is Optax's of that kind."""
     code = getattr(update, "__code__", None)
     if code is None or code is not _CODES[kind]:
-        return None
+        return {}
     cells = (cell.cell_contents for cell in update.__closure__ or ())
     return dict(zip(code.co_freevars, cells, strict=True))
 
@@ -54,50 +59,48 @@ def _held(update: Any, kind: str) -> dict[str, Any] | None:
 def _own(update: Any) -> Any:
     """The ``update`` that was given to a chain, without what lets it take extra arguments."""
     wrapped = _held(update, "wrapped")
-    return _own(wrapped["tx"].update) if wrapped and "tx" in wrapped else update
+    return _own(wrapped["tx"].update) if "tx" in wrapped else update
 
 
-class Part(NamedTuple):
+class ChainPart(NamedTuple):
     """The ``update`` of a transformation, and its state."""
 
     update: Any
     state: Any
 
-    def held(self, kind: str) -> dict[str, Any] | None:
+    def held(self, kind: str) -> dict[str, Any]:
         """Returns the arguments that it was made with, if it is Optax's of that kind."""
         return _held(_own(self.update), kind)
 
     @property
-    def options(self) -> Options | None:
+    def options(self) -> OptimizerOptions | None:
         """The options of a fused transformation."""
         options = getattr(_own(self.update), "options", None)
-        return options if isinstance(options, Options) else None
+        return options if isinstance(options, OptimizerOptions) else None
 
     @property
-    def inner(self) -> "Part | None":
+    def inner(self) -> "ChainPart | None":
         """The transformation that a mask is around, if this is a masked one."""
-        masked = self.held("masked")
-        if not masked or not {"inner", "mask"} <= masked.keys():
-            return None
-        return Part(masked["inner"].update, self.state.inner_state)
+        inner = self.held("masked").get("inner")
+        return inner and ChainPart(inner.update, self.state.inner_state)
 
 
-def _links(update: Any, state: Any) -> dict[Any, Part]:
+def _links(update: Any, state: Any) -> dict[Any, ChainPart]:
     """The parts of a chain by the keys of its state; none of what is no chain, or not its state."""
-    named = (_held(_own(update), "named_chain") or {}).get("transforms", ())
-    links = (_held(_own(update), "chain") or {}).get("update_fns", ())
+    named = _held(_own(update), "named_chain").get("transforms", ())
+    links = _held(_own(update), "chain").get("update_fns", ())
     links = dict(enumerate(links)) or {name: tx.update for name, tx in named}
     try:
         fits = len(state) == len(links)
-        return {key: Part(link, state[key]) for key, link in links.items()} if fits else {}
+        return {key: ChainPart(link, state[key]) for key, link in links.items()} if fits else {}
     except (TypeError, KeyError):
         return {}
 
 
-def parts_of(update: Any, state: Any) -> list[Part]:
+def parts_of(update: Any, state: Any) -> list[ChainPart]:
     """The parts of a chain, and of chains in it, in their order; of anything else itself."""
     links = _links(update, state).values()
-    return [p for link in links for p in parts_of(*link)] or [Part(update, state)]
+    return [p for link in links for p in parts_of(*link)] or [ChainPart(update, state)]
 
 
 def joined(update: Any, state: Any, after: Iterator[Any]) -> Any:
@@ -113,43 +116,45 @@ def joined(update: Any, state: Any, after: Iterator[Any]) -> Any:
 # Parts that the pass takes over
 
 
-def one_pass(parts: Sequence[Part]) -> tuple[int, Options] | None:
+def one_pass(parts: Sequence[ChainPart]) -> tuple[int, OptimizerOptions] | None:
     """Returns which part is the pass, and its options with the parts behind it.
 
     None where the step takes two passes, with a warning if there is something fused in it.
     """
-    at = max((i for i, part in enumerate(parts) if part.options), default=None)
-    options = None if at is None else parts[at].options
-    if at is None or options is None:
+    at = max((i for i, part in enumerate(parts) if part.options), default=len(parts))
+    behind = parts[at + 1 :]
+    factors = [_factor(part) for part in behind]
+    odd = next((p for p, factor in zip(behind, factors, strict=True) if factor is None), None)
+    if odd is None and at == len(parts):
         odd = next(filter(_is_around_fused, parts), None)
-    else:
-        factors = [_factor(part) for part in parts[at + 1 :]]
-        pairs = zip(parts[at + 1 :], factors, strict=True)
-        odd = next((part for part, factor in pairs if factor is None), None)
-        if odd is None:
-            factor = math.prod(factors) if factors else None
-            return at, dataclasses.replace(options, rate_factor=factor)
+    elif odd is None and (options := parts[at].options):
+        rate: Any = options.learning_rate
+        factor: Any = math.prod(factors)
+        scaled = lambda count: (rate(count) if callable(rate) else rate) * factor
+        return at, dataclasses.replace(options, learning_rate=scaled) if factors else options
     if odd is not None:
         _warn_of_two_passes(odd)
     return None
 
 
-def _is_around_fused(part: Part) -> bool:
+def _is_around_fused(part: ChainPart) -> bool:
     fused = lambda a: isinstance(a, (FusedAdamState, FusedSgdState))
     return any(map(fused, jax.tree.leaves(part.state, is_leaf=fused)))
 
 
 @standard_promotion()
-def _factor(part: Part) -> Any:
+def _factor(part: ChainPart) -> Any:
     """The factor of the learning rate that a part behind the pass is, or ``None``."""
-    schedule = (part.held("schedule") or {}).get("step_size_fn")
-    factor = schedule(part.state.count) if schedule else None
-    factor = (part.held("scale") or {}).get("step_size", factor)
-    return None if _number(factor) is None else jnp.asarray(factor, float)
+    factor: Any = part.held("scale").get("step_size")
+    if schedule := part.held("schedule").get("step_size_fn"):
+        factor = schedule(part.state.count)
+    return jnp.asarray(factor, float) if _is_number(factor) else None
 
 
 @standard_promotion()
-def taken(options: Options, before: Sequence[Part], params: Any) -> tuple[Sequence[Part], Options]:
+def taken(
+    options: OptimizerOptions, before: Sequence[ChainPart], params: Any
+) -> tuple[Sequence[ChainPart], OptimizerOptions]:
     """Returns the parts in front that have to run by themselves, and options with the others.
 
     The pass clips and then adds the decay, so they are taken from the last part on.
@@ -159,12 +164,12 @@ def taken(options: Options, before: Sequence[Part], params: Any) -> tuple[Sequen
     return before, options
 
 
-def _with_part(options: Options, part: Part, params: Any) -> Options | None:
+def _with_part(options: OptimizerOptions, part: ChainPart, params: Any) -> OptimizerOptions | None:
     """The options with a part in front of the pass, if the pass can do it."""
     if clip := part.held("clip"):
-        limit = _number(clip.get("max_norm"), 0, finite=False)
-        if limit is None or (not isinstance(limit, jax.Array) and limit == 0):
-            return None
+        limit: Any = clip.get("max_norm")
+        if not _is_number(limit, 0) or (not isinstance(limit, jax.Array) and limit == 0):
+            return None  # of gradients of zero, Optax makes 0 / 0
         both = limit if options.clip_norm is None else jnp.minimum(limit, options.clip_norm)
         return dataclasses.replace(options, clip_norm=both)
     # A norm would be of gradients and decay, and Optax's is not of a master copy.
@@ -176,26 +181,23 @@ def _with_part(options: Options, part: Part, params: Any) -> Options | None:
     number = decay.get("weight_decay")
     if callable(number):
         number = number((part.inner or part).state.count)
-    mask: Any = (part.held("masked") or {"mask": None})["mask"]
-    mask = mask(params) if is_function(mask) else mask
     try:
-        check_mask_tree(mask)
+        mask = mask_of(part.held("masked").get("mask"), params)
     except TypeError:
         return None
-    if _number(number) is None:
-        return None
-    return dataclasses.replace(options, weight_decay=number, mask=mask)
+    taken = _is_number(number)
+    return dataclasses.replace(options, weight_decay=number, mask=mask) if taken else None
 
 
-def _number(value: Any, low: float = -math.inf, *, finite: bool = True) -> Number | None:
-    """Returns `value` if it is a number that an option can be."""
+def _is_number(value: Any, low: float = -math.inf) -> bool:
+    """Says whether an option can be `value`."""
     try:
-        return None if callable(value) else check_number("value", value, low, finite=finite)
+        return check_number("value", value, low, finite=False) is not None
     except (TypeError, ValueError):
-        return None
+        return False
 
 
-def stepped(part: Part) -> Any:
+def stepped(part: ChainPart) -> Any:
     """The state of a part that the pass has done: what it makes of a step of no leaves."""
     if part.inner:
         return part.state._replace(inner_state=stepped(part.inner))
@@ -216,7 +218,7 @@ _INSTEAD = {
 }
 
 
-def _warn_of_two_passes(part: Part) -> None:
+def _warn_of_two_passes(part: ChainPart) -> None:
     """Says once that a step takes two passes because of a part around or behind the pass."""
     masked = part.inner is not None and part.inner.held("decay")
     update = _own(part.inner.update if part.inner and masked else part.update)

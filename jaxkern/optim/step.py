@@ -1,55 +1,166 @@
-"""The leaves and numbers of an optimizer's step, checked, and the state after it."""
+"""How a step runs over a tree: its options, the state between steps, and its leaves and numbers."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.core import Tracer
 
-from jaxkern.core.dispatch import Mode
-from jaxkern.optim.arguments import (
-    Number,
-    Options,
-    Tree,
-    check_loss_scale,
-    check_mask_tree,
-    check_number,
-    check_scalar,
-    floating_leaves,
-    is_function,
-    leaf_paths,
+from jaxkern.core.arguments import floating_leaves
+from jaxkern.core.bound import standard_promotion, wide
+from jaxkern.core.dispatch import Implementation
+from jaxkern.optim.arithmetic import (
+    CODE_BLOCK,
+    SMALLEST_IN_CODES,
+    Leaf,
+    Quantised,
+    StepNumbers,
+    UpdateRule,
 )
-from jaxkern.optim.arithmetic import Leaf, Numbers, Static
 from jaxkern.optim.gradients import sum_of_squares
-from jaxkern.optim.quantise import Quantised
-from jaxkern.optim.state import FusedAdamState, FusedSgdState, has_master, wrong_dtype
-from jaxkern.precision import LossScale
+from jaxkern.precision import check_loss_scale
+
+Tree = Any
+Number = Any
+"""A Python number, a scalar array, or for a schedule a function of the count."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
-    """The input of a step, and `new_state`, which makes the new state of the new leaves."""
+class OptimizerOptions:
+    """The checked arguments of a transformation; what only Adam has comes last, with defaults."""
 
-    leaves: list[Leaf]
-    statics: tuple[Static, ...]
+    name: str
+    rule: UpdateRule
+    learning_rate: Number
+    b1: Number  # or SGD's momentum, None without mu
+    mu_dtype: Any
+    master: bool
+    seed: Any
+    clip_norm: Number | None
+    skip_nonfinite: bool
+    implementation: Implementation | None
+    b2: Number = 0.0
+    nu_dtype: Any = None
+    eps: Number = 0.0
+    eps_root: Number | None = None
+    weight_decay: Number | None = None
+    mask: Any = None
+
+
+class FusedAdamState(NamedTuple):
+    """The state of :func:`fused_adam` and :func:`fused_adamw`.
+
+    Attributes:
+      count: () int32, steps done, without those skipped.
+      mu: like the parameters, the average of the gradients.
+      nu: like the parameters, the average of their squares.
+      master: the weights of which the parameters are a rounded copy; ``optax.MaskedNode()`` for a
+        parameter that is its own master, ``None`` without `master_dtype`.
+      last_finite: () bool, whether the last step was done; ``None`` without `skip_nonfinite`.
+      total_notfinite: () int32, steps skipped; ``None`` without `skip_nonfinite`.
+    """
+
+    count: jax.Array
+    mu: Tree
+    nu: Tree
+    master: Tree = None
+    last_finite: Any = None
+    total_notfinite: Any = None
+
+
+class FusedSgdState(NamedTuple):
+    """The state of :func:`fused_sgd`; what is not here is as in :class:`FusedAdamState`.
+
+    Attributes:
+      trace: like the parameters, the sum of the gradients; ``None`` without momentum.
+    """
+
+    count: jax.Array
+    trace: Tree
+    master: Tree = None
+    last_finite: Any = None
+    total_notfinite: Any = None
+
+
+@standard_promotion()
+def initial_state(options: OptimizerOptions, params: Tree) -> FusedAdamState | FusedSgdState:
+    """Returns the state before the first step.
+
+    `params` is a tree of floating arrays, or without master copies of ``jax.ShapeDtypeStruct``.
+    """
+    leaves, treedef = floating_leaves("params", params, values=options.master)
+    zeros = lambda dtype: treedef.unflatten([_zeros(p, dtype) for p in leaves])
+    masters = None
+    if options.master:
+        copy = lambda p: p.astype(jnp.float32) if _has_master(p) else optax.MaskedNode()
+        masters = treedef.unflatten(map(copy, leaves))
+    common = {
+        "master": masters,
+        "last_finite": jnp.array(True) if options.skip_nonfinite else None,
+        "total_notfinite": jnp.int32(0) if options.skip_nonfinite else None,
+    }
+    mu = zeros(options.mu_dtype) if options.b1 is not None else None
+    if options.rule.kind == "sgd":
+        return FusedSgdState(jnp.int32(0), mu, **common)
+    return FusedAdamState(jnp.int32(0), mu, zeros(options.nu_dtype), **common)
+
+
+def _has_master(param: Any) -> bool:
+    """Says whether a parameter is of a precision that has master copies."""
+    return jnp.finfo(param.dtype).bits < 32
+
+
+def _zeros(param: Any, dtype: Any) -> Any:
+    if dtype is not None and jnp.issubdtype(dtype, jnp.integer):
+        if param.size >= SMALLEST_IN_CODES and param.size % CODE_BLOCK == 0:
+            scale = jnp.zeros(param.size // CODE_BLOCK, jnp.float32)
+            return Quantised(jnp.zeros_like(param, dtype=dtype), scale)
+        dtype = None
+    return jnp.zeros_like(param, dtype=dtype or wide(param.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedStep:
+    """The input of a step, checked, and what makes the new state of the new leaves."""
+
+    options: OptimizerOptions
+    state: Any
     treedef: Any
-    numbers: Numbers
-    seed: jax.Array
-    new_state: Callable[[list[Leaf]], Any]
+    leaves: list[Leaf]
+    decays: tuple[bool, ...]  # of each leaf
+    numbers: StepNumbers
+    seed: jax.Array  # (3,) uint32
+    finite: jax.Array  # () bool, whether the step is done
+
+    def new_state(self, after: Sequence[Leaf]) -> Any:
+        """Returns the state after the step, of the leaves after it."""
+        options, state, unflatten = self.options, self.state, self.treedef.unflatten
+
+        def column(field: str) -> Tree:
+            pairs = [(getattr(leaf, field), getattr(leaf, f"{field}_scale")) for leaf in after]
+            return unflatten([a if s is None else Quantised(a, s) for a, s in pairs])
+
+        counted = lambda done, count: jnp.where(done, optax.safe_increment(count), count)
+        changes: dict[str, Any] = {"count": counted(self.finite, state.count)}
+        if options.skip_nonfinite:
+            changes["last_finite"] = self.finite
+            changes["total_notfinite"] = counted(~self.finite, state.total_notfinite)
+        if options.master:
+            copies = [optax.MaskedNode() if leaf.copy is None else leaf.weight for leaf in after]
+            changes["master"] = unflatten(copies)
+        if options.b1 is not None:
+            changes["trace" if options.rule.kind == "sgd" else "mu"] = column("mu")
+        if options.rule.kind == "adam":
+            changes["nu"] = column("nu")
+        return state._replace(**changes)
 
 
-def prepare(
-    options: Options,
-    mode: Mode,
-    grads: Tree,
-    state: Any,
-    params: Tree | None,
-    loss_scale: LossScale | None,
-    grad_norm: jax.Array | None,
-) -> Prepared:
+def prepare(options, mode, grads, state, params, loss_scale, grad_norm) -> PreparedStep:
     """Checks the trees of a step, and returns its leaves and numbers.
 
     Raises:
@@ -57,7 +168,7 @@ def prepare(
     """
     check_loss_scale(loss_scale)
     if grad_norm is not None:
-        check_scalar("grad_norm", grad_norm)
+        check_number("grad_norm", grad_norm, finite=False)
     decaying = options.weight_decay is not None
     if params is None and (decaying or options.master or options.rule.stochastic):
         raise ValueError(
@@ -67,22 +178,24 @@ def prepare(
     _check_state(options, state)
     leaves, treedef = _leaves(options, grads, state, params)
     decays = _decays(options, params) if decaying else [False] * len(leaves)
-    statics = tuple(Static(i, d) for i, d in enumerate(decays))
     f32 = jnp.float32
     if any(a.dtype == jnp.float64 for leaf in leaves for a in leaf if a is not None):
         f32 = jnp.float64
     of_grads = [leaf.grad for leaf in leaves]
     scale, finite = _gradient_scale(options, mode, of_grads, loss_scale, grad_norm, f32)
     numbers = _numbers(options, state.count, scale, finite, f32)
-    seed = jnp.stack([*_seed_words(options.seed), state.count.astype(jnp.uint32)])
+    seed, high = options.seed, 0
+    if isinstance(seed, int):
+        seed, high = jnp.uint32(seed & 0xFFFFFFFF), seed >> 32 & 0xFFFFFFFF
+    words = jnp.asarray(seed), jnp.uint32(high), state.count
+    seed = jnp.stack([word.astype(jnp.uint32) for word in words])
+    return PreparedStep(options, state, treedef, leaves, tuple(decays), numbers, seed, finite)
 
-    def new_state(after: list[Leaf]) -> Any:
-        return _new_state(options, treedef, state, finite, after)
 
-    return Prepared(leaves, statics, treedef, numbers, seed, new_state)
+# Its leaves
 
 
-def _check_state(options: Options, state: Any) -> None:
+def _check_state(options: OptimizerOptions, state: Any) -> None:
     expected = FusedSgdState if options.rule.kind == "sgd" else FusedAdamState
     if not isinstance(state, expected):
         raise TypeError(
@@ -90,10 +203,7 @@ def _check_state(options: Options, state: Any) -> None:
             f"init; got {type(state).__name__}"
         )
     if type(state.count).__module__.startswith("flax.nnx"):
-        raise TypeError(
-            f"{options.name}: state must hold arrays, got the nnx.Variables of an nnx.Optimizer; "
-            "update by jaxkern.nn.flax.Optimizer, or pass nnx.as_pure(optimizer.opt_state)"
-        )
+        raise TypeError(f"{options.name}: state must hold arrays, got nnx.Variables; {_OF_NNX}")
     if options.master != (state.master is not None) or options.skip_nonfinite != (
         state.last_finite is not None
     ):
@@ -102,12 +212,9 @@ def _check_state(options: Options, state: Any) -> None:
         )
 
 
-def _leaves(
-    options: Options, grads: Tree, state: Any, params: Tree | None
-) -> tuple[list[Leaf], Any]:
-    like = grads if params is None else params
-    name = "grads" if params is None else "params"
-    like_leaves, treedef = floating_leaves(name, like)
+def _leaves(options, grads, state, params) -> tuple[list[Leaf], Any]:
+    name, like = ("grads", grads) if params is None else ("params", params)
+    of_like, treedef = floating_leaves(name, like)
 
     def aligned(what: str, tree: Tree) -> list[Any]:
         whole = (Quantised, optax.MaskedNode) if what == "master" else Quantised
@@ -116,66 +223,80 @@ def _leaves(
             where = _difference(what, tree, name, like, is_leaf)
             raise ValueError(f"{options.name}: {what} must have the structure of {name}; {where}")
         nodes = floating_leaves(what, tree)[0] if what == "grads" else treedef.flatten_up_to(tree)
-        for node, other, path in zip(nodes, like_leaves, leaf_paths(like), strict=True):
+        for node, other, path in zip(nodes, of_like, _paths(like), strict=True):
             if isinstance(node, optax.MaskedNode):
                 continue
-            leaf = node.codes if isinstance(node, Quantised) else node
-            if wrong := wrong_dtype(what, node):
+            if wrong := _wrong_dtype(what, node):
                 raise TypeError(f"{options.name}: {what}{path} {wrong}; init the state anew")
-            if leaf.shape != other.shape:
+            shape = (node.codes if isinstance(node, Quantised) else node).shape
+            if shape != other.shape:
                 raise ValueError(
                     f"{options.name}: {what}{path} must have shape {other.shape}, that of "
-                    f"{name}{path}; got {leaf.shape}"
+                    f"{name}{path}; got {shape}"
                 )
         return nodes
 
-    nothing = [None] * len(like_leaves)
+    nothing = [None] * len(of_like)
     of_grads = aligned("grads", grads)
-    of_params = nothing if params is None else like_leaves
+    of_params = nothing if params is None else of_like
     sums = state.trace if isinstance(state, FusedSgdState) else state.mu
-    mu = aligned("mu", sums) if options.has_mu else nothing
+    mu = aligned("mu", sums) if options.b1 is not None else nothing
     nu = aligned("nu", state.nu) if isinstance(state, FusedAdamState) else nothing
     masters = aligned("master", state.master) if options.master else nothing
     leaves = []
     for g, p, m, v, master in zip(of_grads, of_params, mu, nu, masters, strict=True):
         mastered = master is not None and not isinstance(master, optax.MaskedNode)
-        if p is not None and mastered != (options.master and has_master(p)):
+        if p is not None and mastered != (options.master and _has_master(p)):
             raise ValueError(
                 f"{options.name}: a parameter is {p.dtype} and the state has "
                 f"{'a' if mastered else 'no'} master copy of it; init the state for parameters "
                 "of this dtype"
             )
-        (m, m_scale), (v, v_scale) = map(_codes_and_scale, (m, v))
+        (m, m_scale), (v, v_scale) = (
+            (a.codes, _of_first_order(a.scale)) if isinstance(a, Quantised) else (a, None)
+            for a in (m, v)
+        )
         weight, copy = (master, p) if mastered else (p, None)
         leaves.append(Leaf(g, weight, m, v, copy, m_scale, v_scale))
     return leaves, treedef
 
 
+def _paths(tree: Tree, is_leaf: Any = None) -> list[str]:
+    """The path of each leaf, as Python would write it."""
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    return [jax.tree_util.keystr(path) for path, _ in found]
+
+
+_OF_NNX = "use jaxkern.nn.flax.Optimizer, or make arrays by nnx.as_pure"
+
+
 def _difference(what: str, tree: Tree, name: str, like: Tree, is_leaf: Any) -> str:
     """Says where two trees differ first, in few words whatever they hold."""
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
-    got = [jax.tree_util.keystr(path) for path, _ in found]
-    want = leaf_paths(like)
-    if {path.removesuffix(".value") for path in got} == {p.removesuffix(".value") for p in want}:
-        if got != want:
-            return f"{what} or {name} holds nnx.Variables, of which nnx.as_pure makes arrays"
-        return f"the containers are of other types, as {type(tree).__name__} of {what} and " + (
-            f"{type(like).__name__} of {name}"
-        )
-    if missing := next((path for path in want if path not in got), None):
-        if f"{missing}['codes']" in got:
-            return (
-                f"nnx.Optimizer took the 8-bit average {what}{missing} apart; use "
-                "jaxkern.nn.flax.Optimizer"
-            )
-        return f"{what}{missing} is missing"
-    return f"{what}{next(path for path in got if path not in want)} is not in {name}"
+    got, want = _paths(tree, is_leaf), _paths(like)
+    missing = next((path for path in want if path not in got), "")
+    extra = next((path for path in got if path not in want), "")
+    arrays = {path.removesuffix(".value") for path in (got if missing else want)}
+    if f"{missing}['codes']" in got or (missing or extra).removesuffix(".value") in arrays:
+        return f"nnx.Optimizer or nnx.State made nnx.Variables of arrays; {_OF_NNX}"
+    if missing or extra:
+        return f"{what}{missing} is missing" if missing else f"{what}{extra} is not in {name}"
+    kinds = f"{type(tree).__name__} of {what} and {type(like).__name__} of {name}"
+    return f"the containers are of other types, as {kinds}"
 
 
-def _codes_and_scale(node: Any) -> tuple[Any, Any]:
-    if isinstance(node, Quantised):
-        return node.codes, _of_first_order(node.scale)
-    return node, None
+def _wrong_dtype(what: str, node: Any) -> str | None:
+    """Says what is wrong with the dtype of a gradient, an average, a master copy or codes."""
+    if not isinstance(node, Quantised):
+        wanted, kind = ("float32", jnp.float32) if what == "master" else ("floating", jnp.floating)
+        right = jnp.issubdtype(node.dtype, kind)
+        return None if right else f"must be a {wanted} array, got {node.dtype}"
+    code, scales = "uint8" if what == "nu" else "int8", (node.codes.size // CODE_BLOCK,)
+    if (node.codes.dtype, node.scale.dtype, node.scale.shape) == (code, jnp.float32, scales):
+        return None
+    return (
+        f"must be {code} codes with a float32 scale for each {CODE_BLOCK}, {scales}; got "
+        f"{node.codes.dtype} and {node.scale.dtype}{list(node.scale.shape)}"
+    )
 
 
 @jax.custom_jvp
@@ -193,40 +314,35 @@ def _refuse_second_step(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _new_state(
-    options: Options, treedef: Any, state: Any, finite: jax.Array, after: list[Leaf]
-) -> Any:
-    def column(field: str) -> Tree:
-        pairs = [(getattr(leaf, field), getattr(leaf, f"{field}_scale")) for leaf in after]
-        return treedef.unflatten([a if s is None else Quantised(a, s) for a, s in pairs])
+def _decays(options: OptimizerOptions, params: Tree) -> list[bool]:
+    """Says of each leaf whether it decays: as a mask says of its path, or of the start of that.
 
-    count = optax.safe_increment(state.count)
-    changes: dict[str, Any] = {"count": count}
-    if options.skip_nonfinite:
-        skipped = optax.safe_increment(state.total_notfinite)
-        changes = {
-            "count": jnp.where(finite, count, state.count),
-            "last_finite": finite,
-            "total_notfinite": jnp.where(finite, state.total_notfinite, skipped),
-        }
-    if options.master:
-        copies = [optax.MaskedNode() if leaf.copy is None else leaf.weight for leaf in after]
-        changes["master"] = treedef.unflatten(copies)
-    if options.has_mu:
-        changes["trace" if options.rule.kind == "sgd" else "mu"] = column("mu")
-    if options.rule.kind == "adam":
-        changes["nu"] = column("nu")
-    return state._replace(**changes)
+    Containers may differ in type, a mask of dicts for parameters in a FrozenDict.
+    """
+    mask: Any = True if options.mask is None else mask_of(options.mask, params)
+    words = lambda path: tuple(jax.tree_util.keystr((key,)) for key in path)
+    told = {words(path): bool(m) for path, m in jax.tree_util.tree_leaves_with_path(mask)}
+    empty = lambda node: not jax.tree.leaves(node)
+    decays, used, wrong = [], set(), None
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=empty):
+        starts = [words(path[:n]) for n in range(len(path) + 1) if words(path[:n]) in told]
+        used |= set(starts)
+        if not empty(node):
+            decays.append(bool(starts) and told[starts[0]])
+            wrong = wrong or (None if starts else f"mask{''.join(words(path))} is missing")
+    extra = (f"mask{''.join(path)} is not in params" for path in told if path not in used)
+    if wrong := wrong or next(extra, None):
+        raise ValueError(
+            f"{options.name}: mask must have the structure of params, or one boolean for a "
+            f"subtree; {wrong}"
+        )
+    return decays
 
 
-def _gradient_scale(
-    options: Options,
-    mode: Mode,
-    grads: Sequence[jax.Array],
-    loss_scale: Any,
-    norm: Any,
-    f32: Any,
-) -> tuple[Any, Any]:
+# Its numbers
+
+
+def _gradient_scale(options, mode, grads, loss_scale, norm, f32) -> tuple[Any, Any]:
     """The factor of the gradients, and whether their norm is finite."""
     scale = jnp.ones((), f32)
     if loss_scale is not None:
@@ -249,22 +365,22 @@ def _gradient_scale(
     return scale, finite
 
 
-def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) -> Numbers:
+def _numbers(options, count, scale, finite, f32) -> StepNumbers:
     def value(name: str) -> Any:
         number = getattr(options, name)
         if not callable(number):
             return number
         return check_number(f"the value of the schedule {name}", number(count))
 
-    rule, factor = options.rule, options.rate_factor
+    rule = options.rule
     b1 = 0.0 if options.b1 is None else options.b1
     steps = jnp.asarray(optax.safe_increment(count), f32)
     ahead = rule.kind == "adam" and rule.nesterov
     of_mu, of_nu = _one_minus_power(b1, steps), _one_minus_power(options.b2, steps)
-    numbers = Numbers(
+    numbers = StepNumbers(
         finite=finite,
         scale=scale,
-        rate=value("learning_rate") if factor is None else value("learning_rate") * factor,
+        rate=value("learning_rate"),
         decay=0.0 if options.weight_decay is None else value("weight_decay"),
         b1=b1,
         one_minus_b1=1 - b1,
@@ -276,7 +392,7 @@ def _numbers(options: Options, count: Any, scale: Any, finite: Any, f32: Any) ->
         grad_factor=(1 - b1) / of_mu if ahead else None,
         eps_root=options.eps_root,
     )
-    return Numbers(*(None if n is None else jnp.asarray(n).astype(f32) for n in numbers))
+    return StepNumbers(*(None if n is None else jnp.asarray(n).astype(f32) for n in numbers))
 
 
 def _one_minus_power(b: Number, steps: jax.Array) -> jax.Array:
@@ -290,38 +406,73 @@ def _one_minus_power(b: Number, steps: jax.Array) -> jax.Array:
     return exact + (plain - jax.lax.stop_gradient(plain))
 
 
-def _seed_words(seed: Any) -> tuple[jax.Array, jax.Array]:
-    if isinstance(seed, int):
-        return jnp.uint32(seed & 0xFFFFFFFF), jnp.uint32(seed >> 32 & 0xFFFFFFFF)
-    return jnp.asarray(seed).astype(jnp.uint32), jnp.uint32(0)
+# Checks
 
 
-def _decays(options: Options, params: Tree) -> list[bool]:
-    """Says of each leaf whether it decays: as a mask says of its path, or of the start of that.
+def check_number(name, value, low=-math.inf, high=math.inf, *, schedule=False, finite=True) -> Any:
+    """Returns `value` if it is a number from `low` to below `high`, or with `schedule` a function.
 
-    Containers may differ in type, a mask of dicts for parameters in a FrozenDict.
+    Of arrays of JAX only shape and dtype are looked at: they may be traced, and are not waited for.
+
+    Raises:
+      TypeError: it is no number, or of a dtype that is not real.
+      ValueError: it is out of range, or has axes; without `finite` and `low` it may be any.
     """
-    mask: Any = True if options.mask is None else options.mask
-    mask = mask(params) if is_function(mask) else mask
-    check_mask_tree(mask)
-    told = {_words(path): bool(m) for path, m in jax.tree_util.tree_leaves_with_path(mask)}
-    empty = lambda node: not jax.tree.leaves(node)
-    decays, used, wrong = [], set(), None
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=empty):
-        words = _words(path)
-        starts = [words[:n] for n in range(len(words) + 1) if words[:n] in told]
-        used |= set(starts)
-        if not empty(node):
-            decays.append(bool(starts) and told[starts[0]])
-            wrong = wrong or (None if starts else f"mask{''.join(words)} is missing")
-    extra = (f"mask{''.join(words)} is not in params" for words in told if words not in used)
-    if wrong := wrong or next(extra, None):
-        raise ValueError(
-            f"{options.name}: mask must have the structure of params, or one boolean for a "
-            f"subtree; {wrong}"
+    if callable(value):
+        if schedule:
+            return value
+        raise TypeError(
+            f"{name} must be a number, got {told(value)}; functions of the count are for "
+            "learning_rate and weight_decay, and optax.inject_hyperparams makes them of others"
         )
-    return decays
+    kinds = f"a number or a scalar array{', or a schedule (a function)' if schedule else ''}"
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    else:
+        real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if not real:
+        remedy = f"float({value!r})" if isinstance(value, str) else "a float"
+        raise TypeError(f"{name} must be {kinds}, got {told(value)}; pass {remedy}")
+    if np.shape(value) != ():
+        raise ValueError(
+            f"{name} must be {kinds}, got shape {np.shape(value)}; it is one for all parameters, "
+            "and optax.multi_transform has several"
+        )
+    if not isinstance(value, jax.Array) and (finite or low > -math.inf):
+        below = f" and below {high}" if high < math.inf else ""
+        if not (low <= value < high or value == high == math.inf):
+            rule = f"at least {low}{below}" if low > -math.inf else "a number"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+        if finite and math.isinf(value):
+            raise ValueError(f"{name} must be finite, got {value}")
+    return value
 
 
-def _words(path: Any) -> tuple[str, ...]:
-    return tuple(jax.tree_util.keystr((key,)) for key in path)
+def told(value: Any) -> str:
+    """Says in few words what `value` is."""
+    if getattr(value, "dtype", None) is not None:
+        return f"an array of dtype {value.dtype} and shape {np.shape(value)}"
+    text = repr(value)
+    return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(value).__name__})"
+
+
+def mask_of(mask: Any, params: Tree | None = None) -> Any:
+    """The tree of booleans that a mask is or makes of `params`, without which a function stays.
+
+    A tree that can be called, as a module is, is no function.
+
+    Raises:
+      TypeError: a leaf is no boolean.
+    """
+    if callable(mask) and all(map(callable, jax.tree.leaves(mask))):
+        if params is None:
+            return mask
+        mask = mask(params)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        if isinstance(leaf, Tracer) or np.ndim(leaf) or np.asarray(leaf).dtype != bool:
+            raise TypeError(
+                f"mask{jax.tree_util.keystr(path)} must be True or False, got {told(leaf)}; a "
+                "step is compiled for what decays"
+            )
+    return mask

@@ -5,7 +5,7 @@ r"""Adam, AdamW and SGD as Optax transformations, and `apply`, which updates the
     params, state = jaxkern.apply(tx, grads, state, params)
 
 An Optax transformation returns updates, that `optax.apply_updates` then adds to the parameters.
-`apply` does both in one pass over memory (`jaxkern.optim.update`), and with it what else a step
+`apply` does both in one pass over memory (`jaxkern.optim.kernel`), and with it what else a step
 does to every element:
 
     unscale           the gradients are divided by the loss scale
@@ -29,55 +29,41 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxkern.core.arguments import check_flag
+from jaxkern.core.arguments import check_dtype, check_flag
 from jaxkern.core.bound import standard_promotion
-from jaxkern.core.dispatch import Implementation, resolve
-from jaxkern.optim.arguments import (
-    Number,
-    Options,
-    Tree,
-    check_loss_scale,
-    check_mask,
-    check_master_dtype,
-    check_number,
-    check_seed,
-    check_state_dtype,
-    none_if_zero,
-)
-from jaxkern.optim.arithmetic import Rule, changed
+from jaxkern.core.dispatch import Implementation, check_implementation, resolve
+from jaxkern.optim.arithmetic import Quantised as Quantised
+from jaxkern.optim.arithmetic import UpdateRule, changed
 from jaxkern.optim.chain import joined, one_pass, parts_of, stepped, taken
-from jaxkern.optim.state import FusedAdamState as FusedAdamState
-from jaxkern.optim.state import FusedSgdState as FusedSgdState
-from jaxkern.optim.state import initial_state
-from jaxkern.optim.step import prepare
-from jaxkern.optim.update import leaf_unsupported, update_leaves
-from jaxkern.precision import LossScale
+from jaxkern.optim.kernel import leaf_unsupported, update_leaves
+from jaxkern.optim.step import FusedAdamState as FusedAdamState
+from jaxkern.optim.step import FusedSgdState as FusedSgdState
+from jaxkern.optim.step import (
+    Number,
+    OptimizerOptions,
+    Tree,
+    check_number,
+    initial_state,
+    mask_of,
+    prepare,
+    told,
+)
+from jaxkern.precision import LossScale, check_loss_scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedUpdate:
     """The ``update`` of a transformation that :func:`apply` knows to do in one pass."""
 
-    options: Options
+    options: OptimizerOptions
 
     @standard_promotion()
-    def __call__(
-        self,
-        updates: Tree,
-        state: Any,
-        params: Tree | None = None,
-        *,
-        loss_scale: LossScale | None = None,
-        grad_norm: jax.Array | None = None,
-        **extra_args: Any,
-    ) -> tuple[Tree, Any]:
+    def __call__(self, updates, state, params=None, *, loss_scale=None, grad_norm=None, **_):
         """Returns what is to be added to the parameters, and the new state, in plain JAX."""
-        del extra_args
-        rule = self.options.rule
         step = prepare(self.options, "xla", updates, state, params, loss_scale, grad_norm)
         after, deltas = [], []
-        for leaf, static in zip(step.leaves, step.statics, strict=True):
-            new, delta = changed(rule, static.decays, step.numbers, step.seed, static.number, leaf)
+        for i, (leaf, decays) in enumerate(zip(step.leaves, step.decays, strict=True)):
+            new, delta = changed(self.options.rule, decays, step.numbers, step.seed, i, leaf)
             param = next(a for a in (leaf.copy, leaf.weight, leaf.grad) if a is not None)
             after.append(new)
             deltas.append(delta.astype(jnp.promote_types(leaf.grad.dtype, param.dtype)))
@@ -142,7 +128,10 @@ def apply(
     """
     parts = parts_of(check_transformation(tx).update, state)
     if (found := one_pass(parts)) is None:
-        return _apply_other(tx, grads, state, params, loss_scale, grad_norm, extra_args)
+        grads = _unscaled(grads, loss_scale, grad_norm)
+        tx = optax.with_extra_args_support(tx)
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
     at, options = found
     before, options = taken(options, parts[:at], params)
     if before:
@@ -159,40 +148,19 @@ def apply(
 
 @standard_promotion()
 def _apply_fused(
-    options: Options,
-    grads: Tree,
-    state: Any,
-    params: Tree,
-    loss_scale: LossScale | None,
-    grad_norm: jax.Array | None,
+    options: OptimizerOptions, grads: Tree, state: Any, params: Tree, loss_scale: Any, norm: Any
 ) -> tuple[Tree, Any]:
     """Does a step of one of this module's transformations, in one pass."""
     if params is None:
         raise ValueError("params must be the parameters, got None")
     mode = resolve(options.implementation, None, op=options.name)
-    step = prepare(options, mode, grads, state, params, loss_scale, grad_norm)
+    step = prepare(options, mode, grads, state, params, loss_scale, norm)
     if options.implementation == "mosaic":
         reasons = (leaf_unsupported(options.rule, leaf) for leaf in step.leaves)
         resolve("mosaic", next(filter(None, reasons), None), op=options.name)
-    after = update_leaves(options.rule, mode, step.statics, step.numbers, step.seed, step.leaves)
+    after = update_leaves(options.rule, mode, step.decays, step.numbers, step.seed, step.leaves)
     params = [leaf.weight if leaf.copy is None else leaf.copy for leaf in after]
     return step.treedef.unflatten(params), step.new_state(after)
-
-
-def _apply_other(
-    tx: optax.GradientTransformation,
-    grads: Tree,
-    state: Any,
-    params: Tree,
-    loss_scale: LossScale | None,
-    grad_norm: jax.Array | None,
-    extra_args: dict[str, Any],
-) -> tuple[Tree, Any]:
-    """Does a step of a transformation that has no pass of its own."""
-    grads = _unscaled(grads, loss_scale, grad_norm)
-    tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return optax.apply_updates(params, updates), state
 
 
 def _unscaled(grads: Tree, loss_scale: LossScale | None, grad_norm: jax.Array | None) -> Tree:
@@ -253,7 +221,7 @@ def fused_adamw(
       eps: ε, added outside of the root.
       eps_root: ε̄, added inside of the root, which has no derivative at 0 otherwise.
       mu_dtype: of m: float32 (the default), bfloat16, float16, or int8, for codes of 8 bits with a
-        scale for each 256 elements (:class:`jaxkern.optim.quantise.Quantised`), always rounded
+        scale for each 256 elements (:class:`jaxkern.optim.transforms.Quantised`), always rounded
         stochastically. Leaves of fewer than 4096 elements, or not of a multiple of 256, stay
         float32. A NaN takes its block with it. On several devices the kernel takes them inside
         ``jax.shard_map`` alone.
@@ -303,23 +271,24 @@ def fused_adamw(
       2016.
     """
     stochastic = check_flag("stochastic_rounding", stochastic_rounding)
-    eps_root = none_if_zero(check_number("eps_root", eps_root, 0))
-    decay = check_number("weight_decay", weight_decay, schedule=True)
-    return _fused(
-        Options(
-            name="fused_adamw",
-            rule=Rule("adam", check_flag("nesterov", nesterov), eps_root is not None, stochastic),
-            learning_rate=check_number("learning_rate", learning_rate, schedule=True),
-            b1=check_number("b1", b1, 0, 1),
-            b2=check_number("b2", b2, 0, 1),
-            eps=check_number("eps", eps, 0),
-            eps_root=eps_root,
-            weight_decay=none_if_zero(decay),
-            mask=check_mask(mask),
-            mu_dtype=check_state_dtype("mu_dtype", mu_dtype, stochastic, "int8"),
-            nu_dtype=check_state_dtype("nu_dtype", nu_dtype, stochastic, "uint8"),
-            **_common(master_dtype, seed, clip_norm, skip_nonfinite, implementation),
-        )
+    eps_root = _none_if_zero(check_number("eps_root", eps_root, 0))
+    return _transformation(
+        "fused_adamw",
+        UpdateRule("adam", check_flag("nesterov", nesterov), eps_root is not None, stochastic),
+        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
+        b1=check_number("b1", b1, 0, 1),
+        b2=check_number("b2", b2, 0, 1),
+        eps=check_number("eps", eps, 0),
+        eps_root=eps_root,
+        weight_decay=_none_if_zero(check_number("weight_decay", weight_decay, schedule=True)),
+        mask=mask_of(mask),
+        mu_dtype=_check_average("mu_dtype", mu_dtype, stochastic, "int8"),
+        nu_dtype=_check_average("nu_dtype", nu_dtype, stochastic, "uint8"),
+        master_dtype=master_dtype,
+        seed=seed,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
+        implementation=implementation,
     )
 
 
@@ -350,23 +319,7 @@ def fused_adam(
       >>> jaxkern.apply(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].round(3)
       Array([0.5, 0.5], dtype=float32)
     """
-    return fused_adamw(
-        learning_rate,
-        b1,
-        b2,
-        eps,
-        eps_root,
-        mu_dtype,
-        weight_decay=0.0,
-        nesterov=nesterov,
-        nu_dtype=nu_dtype,
-        master_dtype=master_dtype,
-        stochastic_rounding=stochastic_rounding,
-        seed=seed,
-        clip_norm=clip_norm,
-        skip_nonfinite=skip_nonfinite,
-        implementation=implementation,
-    )
+    return fused_adamw(**locals(), weight_decay=0.0)
 
 
 def fused_sgd(
@@ -415,36 +368,66 @@ def fused_sgd(
       <https://proceedings.mlr.press/v28/sutskever13.html>`_, 2013.
     """
     stochastic = check_flag("stochastic_rounding", stochastic_rounding)
-    return _fused(
-        Options(
-            name="fused_sgd",
-            rule=Rule("sgd", check_flag("nesterov", nesterov), stochastic=stochastic),
-            learning_rate=check_number("learning_rate", learning_rate, schedule=True),
-            b1=None if momentum is None else check_number("momentum", momentum, 0, 1),
-            mu_dtype=check_state_dtype("accumulator_dtype", accumulator_dtype, stochastic, "int8"),
-            **_common(master_dtype, seed, clip_norm, skip_nonfinite, implementation),
-        )
+    return _transformation(
+        "fused_sgd",
+        UpdateRule("sgd", check_flag("nesterov", nesterov), stochastic=stochastic),
+        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
+        b1=None if momentum is None else check_number("momentum", momentum, 0, 1),
+        mu_dtype=_check_average("accumulator_dtype", accumulator_dtype, stochastic, "int8"),
+        master_dtype=master_dtype,
+        seed=seed,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
+        implementation=implementation,
     )
 
 
-def _common(
-    master_dtype: Any, seed: Any, clip_norm: Any, skip_nonfinite: Any, implementation: Any
-) -> dict[str, Any]:
-    """The options that all optimizers have."""
+def _transformation(
+    name, rule, *, master_dtype, seed, clip_norm, skip_nonfinite, implementation, **of_optimizer
+) -> optax.GradientTransformationExtraArgs:
+    """Checks the arguments that all optimizers have, and makes one of them."""
+    if master_dtype is not None and check_dtype("master_dtype", master_dtype) != jnp.float32:
+        raise ValueError(f"master_dtype must be float32 or None, got {master_dtype!r}")
+    whole = isinstance(seed, int) and not isinstance(seed, bool)
+    if (dtype := getattr(seed, "dtype", None)) is not None:
+        whole = jnp.issubdtype(dtype, jnp.integer) and jnp.shape(seed) == ()
+    if not whole:
+        raise TypeError(
+            f"seed must be an integer, got {told(seed)}; of a key of JAX's take "
+            "jax.random.bits(key)"
+        )
     if clip_norm is not None:
         clip_norm = check_number("clip_norm", clip_norm, 0, finite=False)
-    return {
-        "master": check_master_dtype(master_dtype),
-        "seed": check_seed(seed),
-        "clip_norm": clip_norm,
-        "skip_nonfinite": check_flag("skip_nonfinite", skip_nonfinite),
-        "implementation": implementation,
-    }
-
-
-def _fused(options: Options) -> optax.GradientTransformationExtraArgs:
-    if options.implementation not in (None, "mosaic", "xla"):
-        resolve(options.implementation, None, op=options.name)
-
+    check_implementation(implementation)
+    options = OptimizerOptions(
+        name=name,
+        rule=rule,
+        master=master_dtype is not None,
+        seed=seed,
+        clip_norm=clip_norm,
+        skip_nonfinite=check_flag("skip_nonfinite", skip_nonfinite),
+        implementation=implementation,
+        **of_optimizer,
+    )
     init = functools.partial(initial_state, options)
     return optax.GradientTransformationExtraArgs(init, FusedUpdate(options))
+
+
+def _check_average(name: str, dtype: Any, stochastic: bool, code: str) -> Any:
+    """Returns the dtype of an average, whose codes of 8 bits have the dtype `code`, or ``None``."""
+    if dtype is None:
+        return None
+    found = check_dtype(name, dtype)
+    if found.name not in ("float32", "bfloat16", "float16", "float64", code):
+        raise ValueError(f"{name} must be float32, bfloat16, float16 or {code}, got {found.name}")
+    if stochastic and found == jnp.float16:
+        raise ValueError(
+            f"{name}=float16 cannot be rounded stochastically; use bfloat16, or leave "
+            "stochastic_rounding out"
+        )
+    return found
+
+
+def _none_if_zero(value: Any) -> Any:
+    """Returns ``None`` for a Python number that is 0: the step is then compiled without it."""
+    return None if isinstance(value, (int, float)) and value == 0 else value

@@ -4,7 +4,6 @@ sources    what --data names: files of documents, found and read
 tokenizer  bytes, a tokenizer.json, a BPE of the data
 write      documents tokenised once, into a folder
 corpus     a run's tokens, and the batches that grain draws from them
-files      small files of a run, written whole
 """
 
 from jaxkern.lm.data.corpus import Corpus as Corpus
@@ -16,7 +15,7 @@ from jaxkern.lm.data.corpus import predicted as predicted
 from jaxkern.lm.data.corpus import put as put
 from jaxkern.lm.data.corpus import reopen as reopen
 from jaxkern.lm.data.corpus import tokens_per_byte as tokens_per_byte
-from jaxkern.lm.data.files import write_atomically as write_atomically
 from jaxkern.lm.data.tokenizer import SEPARATOR as SEPARATOR
 from jaxkern.lm.data.tokenizer import dtype_of as dtype_of
 from jaxkern.lm.data.tokenizer import size_of as size_of
+from jaxkern.lm.data.write import write_atomically as write_atomically

@@ -15,20 +15,21 @@ and the state of its iterator is the number of the next batch.
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, Source, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
-from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise
+from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise, write_atomically
 from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
@@ -93,11 +94,6 @@ class Windows:
         return Packed(window, np.cumsum(first, dtype=np.int32))
 
 
-def _stacked(rows: Sequence[Packed]) -> Packed:
-    tokens, segments = zip(*rows, strict=True)
-    return Packed(np.stack(tokens), None if segments[0] is None else np.stack(segments))
-
-
 @dataclasses.dataclass(frozen=True)
 class Corpus:
     """Tokenised documents, in sources.
@@ -117,16 +113,12 @@ class Corpus:
         """Say in a line what it holds."""
         sources = self.info["sources"]
         documents = sum(source[part]["documents"] for source in sources for part in PARTS)
-        sizes = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
-        text = "{:,} tokens to train on, {:,} held out".format(*sizes)
-        text = f"{counted(documents, 'document')}: {text}"
-        splits = {source["split"] for source in sources}
-        text += " (their end)" if "by position" in splits else ""
-        text += " (of --eval-data)" if "by source" in splits else ""
-        text += f"; {1 / self.tokens_per_byte:.2f} bytes per token"
+        train, held_out = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
+        text = f"{counted(documents, 'document')}: {train:,} tokens to train on, {held_out:,} held "
+        text += f"out; {1 / self.tokens_per_byte:.2f} bytes per token"
         skipped = sum(source["skipped"] for source in sources)
-        examples = [source["example"] for source in sources if source["example"]]
-        return text + (f"; {describe_skipped(skipped, examples[0], 'skipped')}" if skipped else "")
+        example = next((source["example"] for source in sources if source["example"]), "")
+        return text + (f"; {describe_skipped(skipped, example, 'skipped')}" if skipped else "")
 
     @property
     def tokens_per_byte(self) -> float:
@@ -151,8 +143,9 @@ class Corpus:
             least = min(stream.share for stream in self.train)
             weights = [round(100 * stream.share / least) for stream in self.train]
             drawn = grain.MapDataset.mix(each, weights)
-        batches = drawn.batch(config.batch_size, batch_fn=_stacked)
-        return iter(batches.to_iter_dataset(grain.ReadOptions(_THREADS, _AHEAD)))
+        batches = drawn.batch(config.batch_size)
+        # Two threads make eight batches beforehand, while a disk is waited for.
+        return iter(batches.to_iter_dataset(grain.ReadOptions(2, 8)))
 
     def validation(self, config: TrainConfig) -> list[tuple[Stream, list[Packed]]]:
         """Each source with up to its part of --eval-batches fixed batches, spread evenly over it.
@@ -168,12 +161,10 @@ class Corpus:
             chosen = np.linspace(0, len(windows) - 1, count).astype(int)
             if config.pack and count > len(windows):  # those beyond predict nothing
                 chosen = np.arange(count)
-            drawn = [windows[i] for i in chosen]
-            found.append((stream, [_stacked(drawn[i : i + rows]) for i in range(0, count, rows)]))
+            of_batch = ([windows[i] for i in part] for part in chosen.reshape(-1, rows))
+            stack = lambda *leaves: np.stack(leaves)
+            found.append((stream, [jax.tree.map(stack, *each) for each in of_batch]))
         return found
-
-
-_THREADS, _AHEAD = 2, 8  # batches that are made beforehand, while a disk is waited for
 
 
 def tokens_per_byte(streams: Sequence[Stream]) -> float:
@@ -191,8 +182,6 @@ def predicted(batch: Packed) -> int:
 
 def put(tree: Any, sharding: Any) -> Any:
     """Bring arrays to the devices; every process has the whole arrays, and gives its own rows."""
-    import jax
-
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
     of_process = lambda leaf: jax.make_array_from_callback(leaf.shape, sharding, leaf.__getitem__)
@@ -220,8 +209,9 @@ def build(config: TrainConfig, out: Path) -> Corpus:
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
     for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
-        told = {"name": _name(each, found), "weight": each.weight}
-        sources.append(told | {"skipped": each.skipped, "example": each.example} | counts)
+        of = {"name": _name(each, found), "weight": each.weight}
+        of |= {"skipped": len(each.skipped), "example": next(iter(each.skipped), "")}
+        sources.append(of | counts)
     stored = {"begin": tokenizer.begin, "end": tokenizer.end, "size": tokenizer.size}
     info = {"folder": key, "tokenizer": stored, "sources": sources}
     corpus = _opened(config, folder, info, tokenizer)
@@ -280,9 +270,8 @@ def _found(config: TrainConfig) -> list[Source]:
     if config.pack or found[0].weight is not None:
         return found
     files = tuple(file for each in found for file in each.files)
-    example = next((each.example for each in found if each.example), "")
-    skipped = sum(each.skipped for each in found)
-    return [dataclasses.replace(found[0], files=files, skipped=skipped, example=example)]
+    skipped = tuple(reason for each in found for reason in each.skipped)
+    return [dataclasses.replace(found[0], files=files, skipped=skipped)]
 
 
 def _digest(content: Any) -> str:
@@ -296,16 +285,12 @@ def _identity(files: Sequence[File]) -> list[Any]:
 
 
 def _name(source: Source, others: Sequence[Source]) -> str:
-    """What reports call a source: the end of its path, where no other's of its flag is the same.
-
-    Else its path, and where that is the same, too, its field.
-    """
-    of_flag = [each for each in others if each.held_out == source.held_out]
-    short = lambda source: source.name.rstrip("/").rpartition("/")[2]
-    if [*map(short, of_flag)].count(short(source)) == 1 and "*" not in short(source):
-        return short(source)
-    several = sum(each.name == source.name for each in of_flag) > 1
-    return f"{source.name}:{source.field}" if several else source.name
+    """What reports call a source: the end of its path, or where others have the same all of it."""
+    end = lambda source: os.path.basename(source.path.rstrip("/")) or "standard library"
+    same = [each for each in others if (end(each), each.held_out) == (end(source), source.held_out)]
+    if len(same) == 1 and "*" not in end(source):
+        return end(source)
+    return source.path + f":{source.field}" * (source.field != "text")
 
 
 def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Tokenizer:
@@ -331,7 +316,7 @@ def _sample(files: Sequence[File]) -> Iterator[str]:
     for i, file in enumerate(sorted(files, key=lambda file: file.path.stat().st_size)):
         share = left // (len(files) - i)  # what small files leave is for the larger ones
         with named(file):
-            for text, _ in file.parts():
+            for text, *_ in file.parts():
                 yield text[:share]
                 size = min(len(text), share)
                 left, share = left - size, share - size
@@ -348,23 +333,34 @@ def _opened(
       OSError, ValueError: they are not, or not all.
       RunError: a source has too few tokens.
     """
-    dtype = dtype_of(tokenizer.size)
+
+    def mapped(name: str, size: int, dtype: Any) -> np.ndarray:
+        # An empty file cannot be mapped.
+        return np.memmap(folder / name, dtype, "r", shape=size) if size else np.zeros(0, dtype)
+
     of_parts: tuple[list[Stream], list[Stream]] = [], []
     for i, source in enumerate(info["sources"]):
-        arrays = [_mapped(f"{folder}/{i}.{part}", source[part], dtype) for part in PARTS]
-        counts = [source[part] for part in PARTS]
-        if (size := sum(count["tokens"] for count in counts)) < 4:
+        parts = [
+            (
+                mapped(f"{i}.{part}.tokens", source[part]["tokens"], dtype_of(tokenizer.size)),
+                mapped(f"{i}.{part}.starts", source[part]["documents"], np.int64),
+            )
+            for part in PARTS
+        ]
+        if (size := sum(len(tokens) for tokens, _ in parts)) < 4:
             raise RunError(f"the source {source['name']} has {size} tokens; give more text")
+        counts = [source[part] for part in PARTS]
         if source["split"] == "by position":
-            (tokens, starts), cut = arrays[0], size - max(2, int(size * VALIDATION_FRACTION))
+            (tokens, starts), cut = parts[0], size - max(2, int(size * VALIDATION_FRACTION))
             k = int(np.searchsorted(starts, cut))
-            arrays = [(tokens[:cut], starts[:k]), (tokens[cut:], starts[k:] - cut)]
+            parts = [(tokens[:cut], starts[:k]), (tokens[cut:], starts[k:] - cut)]
             counts = [counts[0]] * 2
-        for mapped, count, streams in zip(arrays, counts, of_parts, strict=True):
-            if len(mapped[0]):
+        for streams, (tokens, starts), count in zip(of_parts, parts, counts, strict=True):
+            if len(tokens):
                 of_text = count["tokens"] - (count["documents"] if config.pack else 0)
-                share = source["weight"] or len(mapped[0])
-                streams.append(Stream(source["name"], *mapped, share, of_text / count["bytes"]))
+                share = source["weight"] or len(tokens)
+                ratio = of_text / count["bytes"]
+                streams.append(Stream(source["name"], tokens, starts, share, ratio))
     train, held_out = (
         [dataclasses.replace(s, share=s.share / sum(t.share for t in part)) for s in part]
         for part in of_parts
@@ -372,39 +368,15 @@ def _opened(
     return Corpus(train, held_out, tokenizer, info)
 
 
-def _mapped(path: str, counts: dict[str, int], dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a part of a source, and where its documents begin."""
-
-    def mapped(kind: str, size: int, dtype: Any) -> np.ndarray:
-        # An empty file cannot be mapped.
-        return np.memmap(f"{path}.{kind}", dtype, "r", shape=size) if size else np.zeros(0, dtype)
-
-    return mapped("tokens", counts["tokens"], dtype), mapped(
-        "starts", counts["documents"], np.int64
-    )
-
-
 def _check_length(config: TrainConfig, corpus: Corpus) -> None:
-    """Refuse documents that fill no sequence, and warn of a source that does not.
-
-    What is missing is padding, which costs as much as tokens do; without segments there is none.
-    """
-    length, remedy = config.seq_len, "lower --seq-len or"
-    needed = f"the {length + 1:,} that --seq-len {length} needs"
-    sizes = {stream.name: len(stream.tokens) for stream in corpus.train}
-    parts: dict[str, Collection[int]] = {"training": sizes.values()}
-    if not config.pack:
-        parts["validation"] = [len(stream.tokens) for stream in corpus.held_out]
-    for part, of_part in parts.items():
-        if (size := max(of_part) if config.pack else min(of_part)) <= length:
-            several = "no source of --data has more than" if config.pack else "one source has"
-            what = several if len(of_part) > 1 else f"the {part} data has"
+    """Refuse documents that fill no sequence; in packed windows padding takes the rest."""
+    length = config.seq_len
+    for part, streams in (("training", corpus.train), ("validation", corpus.held_out)):
+        sizes = [len(stream.tokens) for stream in streams]
+        size = sum(sizes) if config.pack else min(sizes)
+        if size <= length and not (config.pack and part == "validation"):
             raise RunError(
-                f"{what} {size:,} tokens, fewer than {needed}; {remedy} give more text to --data"
+                f"the {part} data, or a source of it, has {size:,} tokens, fewer than the "
+                f"{length + 1:,} that --seq-len {length} needs; lower --seq-len or give more text "
+                "to --data"
             )
-    if short := [name for name, size in sizes.items() if size <= length]:
-        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
-        say(
-            f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
-            f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
-        )

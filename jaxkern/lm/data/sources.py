@@ -6,14 +6,12 @@ unless another is named. Text and JSON Lines may be compressed. No file needs to
 documents come in parts, which end between two words, where tokenizers cut, too.
 """
 
-import codecs
 import contextlib
 import dataclasses
 import glob
 import gzip
 import importlib
 import io
-import itertools
 import json
 import math
 import os
@@ -22,23 +20,19 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from jaxkern.lm.config import RunError, is_there, split_weight
 
 MARKER = "<|endoftext|>"  # ends a document of a .txt; elsewhere it is text like any other
-_JSON_LINES = {".jsonl", ".ndjson", ".json"}
 _COMPRESSED = {".gz", ".zst"}
 _SKIPPED_FOLDERS = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 # The standard library's own tests hold much deliberately odd text.
 _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test"}
-_CHUNK = 1 << 20  # bytes of a file that are read at once
+_CHUNK = 1 << 20  # characters of a file that are read at once
 _PART = 1 << 18  # characters of a part of a document, which has less than twice as many
 _ROWS = 256  # of Parquet that are read at once
-_KINDS = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list"}
-_KINDS |= {dict: "an object", type(None): "null"}
-
-type _Tell = Callable[[int], object]  # called with how many bytes of a file are read
+_BEHIND = "that holds the documents behind the path, as in PATH:FIELD"
 
 
 class NotTextError(Exception):
@@ -50,29 +44,28 @@ class Source:
     """One argument of --data or --eval-data: PATH, PATH:FIELD, either followed by =WEIGHT.
 
     Attributes:
-      text: the argument.
       path: a file, a folder, or a pattern of them; "" for Python's standard library.
       field: the field of JSON Lines, or the column of Parquet, that holds the documents.
       weight: the share of training windows that are drawn from it; ``None`` if none is given.
       files: of documents, in a fixed order, once they are found.
-      skipped: how many files of its folders hold no documents.
-      example: one of those, and why it was skipped.
+      skipped: of each file of its folders that holds no documents, why.
       held_out: the share of its documents that are validated with.
     """
 
-    text: str
     path: str
     field: str = "text"
     weight: float | None = None
     files: tuple["File", ...] = ()
-    skipped: int = 0
-    example: str = ""
+    skipped: tuple[str, ...] = ()
     held_out: float = 0
 
-    @property
-    def name(self) -> str:
-        """What reports call it."""
-        return self.path or "standard library"
+
+class Part(NamedTuple):
+    """A part of a document, whether it ends that, and how many bytes of the file are read."""
+
+    text: str
+    last: bool
+    read: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,40 +77,53 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """That of its content, in lower case."""
+        """The suffix of its content, in lower case: of "a.txt.gz" it is ".txt"."""
         compressed = self.path.suffix.lower() in _COMPRESSED
         return Path(self.path.stem if compressed else self.path).suffix.lower()
 
     @property
-    def kind(self) -> Literal["text", "lines", "table"]:
-        """Whether it is text, JSON Lines, or Parquet."""
-        if self.suffix in _JSON_LINES:
-            return "lines"
-        return "table" if self.suffix == ".parquet" else "text"
+    def pieces(self) -> "Callable[[File], Iterator[Part]] | None":
+        """The function that reads its documents where they are records, of JSON or of Parquet."""
+        if self.suffix in (".jsonl", ".ndjson", ".json"):
+            return _json_texts
+        return _table_texts if self.suffix == ".parquet" else None
 
-    @property
-    def content(self) -> tuple[Path, str]:
-        """What tells its documents from those of others: where they lie, and in which field."""
-        return self.path.resolve(), "" if self.kind == "text" else self.field
+    def parts(self) -> Iterator[Part]:
+        """Yields the documents in parts.
 
-    def parts(self, tell: _Tell = lambda _: None) -> Iterator[tuple[str, bool]]:
-        """Yields the documents in parts, each with whether it ends its document.
+        Line ends at both ends of a document in a .txt are not of it.
 
         Raises:
           NotTextError: the file is not what its name says.
         """
-        with _readable():
-            if self.kind == "text":
-                yield from _parts_of_text(self, tell)
-                return
-            texts = _json_texts if self.kind == "lines" else _table_texts
-            for text in texts(self, tell):
+        ends = "\r\n" if self.suffix == ".txt" else ""
+        text, begun = "", False
+        try:
+            for piece, last, read in (self.pieces or _texts)(self):
+                text = text + piece if begun else (text + piece).lstrip(ends)
                 while len(text) >= 2 * _PART:
                     cut = _between_words(text)
-                    yield text[:cut], False
-                    text = text[cut:]
-                if text:
-                    yield text, True
+                    yield Part(text[:cut], False, read)
+                    text, begun = text[cut:], True
+                if last:
+                    text = text.rstrip(ends)
+                    if text or begun:
+                        yield Part(text, True, read)
+                    text, begun = "", False
+        except UnicodeDecodeError:
+            raise NotTextError(
+                "a binary file (it is not UTF-8 text; iconv -t UTF-8 rewrites other encodings)"
+            ) from None
+        except (EOFError, zlib.error, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise NotTextError(f"cannot be read ({error.strerror})") from None
+            raise NotTextError(f"cannot be decompressed ({error})") from None
+
+
+def _between_words(text: str) -> int:
+    """Find the last place between two words in the first `_PART` characters, or their end."""
+    cuts = [m.start() for m in re.finditer(r"(?<=\S)(?= \S)", text[_PART - _PART // 64 : _PART])]
+    return _PART - _PART // 64 + cuts[-1] if cuts else _PART
 
 
 def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
@@ -126,89 +132,77 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
     Raises:
       RunError: a weight is no weight, or only some arguments have one.
     """
-    sources = [_parse(text, flag) for text in texts] or [Source("", "")]
-    for source in sources:
-        if (source.weight is None) != (sources[0].weight is None):
-            raise RunError(
-                f"{flag} {' '.join(texts)}: some have a weight and some do not; write =WEIGHT "
-                "behind each, or behind none"
-            )
+    sources = []
+    for text in texts or [""]:
+        (path, given), weight, field = split_weight(text), None, "text"
+        if given is not None:
+            with contextlib.suppress(ValueError):
+                weight = float(given)
+            if weight is None or not 0 < weight < math.inf:
+                raise RunError(
+                    f"{flag} {text}: the weight {given} must be a number above 0, such as 0.3"
+                )
+        if not is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
+            path, field = found[1], found[2]
+        sources.append(Source(path, field, weight))
+    if len({source.weight is None for source in sources}) > 1:
+        raise RunError(
+            f"{flag} {' '.join(texts)}: some have a weight and some do not; write =WEIGHT "
+            "behind each, or behind none"
+        )
     return sources
-
-
-def _parse(text: str, flag: str) -> Source:
-    (path, given), weight, field = split_weight(text), None, "text"
-    if given is not None:
-        try:
-            weight = float(given)
-        except ValueError:
-            weight = math.nan
-        if not 0 < weight < math.inf:
-            raise RunError(
-                f"{flag} {text}: the weight {given} must be a number above 0, such as 0.3"
-            )
-    if not is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
-        path, field = found[1], found[2]
-    return Source(text, path, field, weight)
-
-
-def _matches(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern, recursive=True)) if glob.has_magic(pattern) else []
 
 
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
 ) -> list[Source]:
-    """Find the files that a flag names, each once, but for those `left_out`.
+    """Find the files that a flag names, but for those `left_out`.
 
     Raises:
-      RunError: a path is missing or names no text, or only files that are named before.
+      RunError: a path is missing or names no text, or only files that are left out.
     """
-    found: list[Source] = []
-    seen: set[tuple[Path, str]] = set()
+    found = []
     for source in parse(texts, flag):
-        named = _with_files(source, flag)
-        new = [f for f in named.files if f.content not in seen and f.path.resolve() not in left_out]
-        if not new:
+        files, skipped = _files(source, flag)
+        kept = tuple(file for file in files if file.path.resolve() not in left_out)
+        if not kept:
             raise RunError(
-                f"{flag} {source.text}: all of its files are named before, by --data or "
-                "--eval-data; leave it out"
+                f"{flag} {source.path}: all of its files are of --eval-data; leave it out"
             )
-        seen |= {file.content for file in new}
-        found.append(dataclasses.replace(named, files=tuple(new), held_out=held_out))
+        own = {"files": kept, "skipped": tuple(skipped), "held_out": held_out}
+        found.append(dataclasses.replace(source, **own))
     return found
 
 
-def _with_files(source: Source, flag: str) -> Source:
-    """Find the files of a source, told from what is no text by their beginnings."""
-    files: dict[Path, tuple[str, File]] = {}
-    skipped: list[tuple[bool, str]] = []
-    for root in _roots(source, flag):
+def _files(source: Source, flag: str) -> tuple[list[File], list[str]]:
+    """The files of a source, and why others in its folders are none, by their beginnings."""
+    where = source.path or sysconfig.get_paths()["stdlib"]
+    roots = [where] if os.path.exists(where) else sorted(glob.glob(where, recursive=True))
+    if not roots:
+        raise RunError(f"{flag} {where}: no such file or folder, or no file matches")
+    files: dict[Path, File] = {}
+    skipped: list[str] = []
+    for root in map(Path, roots):
         named = not root.is_dir()
         for path in [root] if named else _walk(root, flag, only_python=not source.path):
             file = File(path, source.field)
-            name = root.name if named else path.relative_to(root).as_posix()
             try:
                 _check(file)
-                files.setdefault(path.resolve(), (name, file))
+                files.setdefault(path.resolve(), file)
             except NotTextError as error:
                 if named:
                     remedy = "give text files or folders of them"
                     raise RunError(f"{flag} {root}: {error}; {remedy}") from None
-                skipped.append((file.kind == "text", f"{path}: {error}"))
-    # Of files that should have held records the reason is to be known first.
-    example = min(skipped, key=lambda each: each[0])[1] if skipped else ""
+                # Of files that should have held records the reason is to be known first.
+                skipped.insert(0 if file.pieces else len(skipped), f"{path}: {error}")
     if not files:
-        there = f" ({describe_skipped(len(skipped), example, 'there')})" if skipped else ""
-        where = source.path or sysconfig.get_paths()["stdlib"]
+        there = f" ({describe_skipped(len(skipped), skipped[0], 'there')})" if skipped else ""
         raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
-    ordered = sorted(files.values(), key=lambda each: (each[0], str(each[1].path)))
-    of_source = tuple(file for _, file in ordered)
-    return dataclasses.replace(source, files=of_source, skipped=len(skipped), example=example)
+    return [*files.values()], skipped
 
 
 def describe_skipped(count: int, example: str, verb: str) -> str:
-    """Say how many files hold no text, and name one of them."""
+    """Say how many files hold no text, and why one of them does not."""
     such = ", such as" if count > 1 else ","
     return f"{counted(count, 'file')} without readable text {verb}{such} {example}"
 
@@ -217,24 +211,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def _roots(source: Source, flag: str) -> list[Path]:
-    if not source.path:
-        return [Path(sysconfig.get_paths()["stdlib"])]
-    if os.path.exists(source.path):
-        return [Path(source.path)]
-    roots = [Path(path) for path in _matches(source.path)]
-    if not roots:
-        none = "no file matches" if glob.has_magic(source.path) else "no such file or folder"
-        raise RunError(f"{flag} {source.text}: {none}")
-    return roots
-
-
 def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
     """Yields the files below a folder, and below those that links lead to, each folder once."""
 
     def unreadable(error: OSError) -> None:
-        if not only_python:
-            raise RunError(f"{flag} {error.filename}: cannot be read ({error.strerror})")
+        raise RunError(f"{flag} {error.filename}: cannot be read ({error.strerror})")
 
     avoided = _SKIPPED_FOLDERS | (_SKIPPED_IN_STDLIB if only_python else set())
     seen = {*map(str, root.resolve().parents)}  # no link leads around
@@ -243,9 +224,9 @@ def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [name for name in folders if name not in avoided and name[0] != "."]
-        # Links last, so that what lies in the folder has the name that it has without them.
-        folders.sort(key=lambda name, folder=folder: (Path(folder, name).is_symlink(), name))
+        kept = (name for name in folders if name not in avoided and name[0] != ".")
+        # Links last, so that what lies in the folder has the place that it has without them.
+        folders[:] = sorted(kept, key=lambda name: (os.path.islink(f"{folder}/{name}"), name))
         for path in (Path(folder, name) for name in sorted(files) if name[0] != "."):
             if path.is_file() and (path.suffix == ".py" or not only_python):
                 yield path
@@ -259,20 +240,11 @@ def _check(file: File) -> None:
     """
     if not file.path.is_file():
         raise NotTextError("not a regular file")
-    with _readable():
-        if file.suffix == ".json":
-            _check_json(file)
-        if file.kind != "text":
-            if next(file.parts(), None) is None:
-                raise NotTextError("a file without text")
-            return
-        with _open(file.path) as (stream, _):
-            chunk = stream.read(_CHUNK)
-        if not chunk:
-            raise NotTextError("an empty file")
-        if b"\0" in chunk:
-            raise NotTextError("a binary file (it has zero bytes)")
-        _decode(codecs.getincrementaldecoder("utf-8")(), chunk, final=len(chunk) < _CHUNK)
+    first = next(file.parts(), None)
+    if first is None:
+        raise NotTextError("a file without text")
+    if "\0" in first.text and not file.pieces:
+        raise NotTextError("a binary file (it has zero bytes)")
 
 
 def need_package(module: str, what: str) -> Any:
@@ -285,91 +257,33 @@ def need_package(module: str, what: str) -> Any:
 
 
 @contextlib.contextmanager
-def _readable() -> Iterator[None]:
-    """Inside, what a file cannot be read for is a `NotTextError`."""
-    try:
-        yield
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise NotTextError(f"cannot be decompressed ({error})") from None
-    except OSError as error:
-        if error.errno is None:  # of pyarrow
-            raise NotTextError(f"cannot be decompressed ({error})") from None
-        raise NotTextError(f"cannot be read ({error.strerror})") from None
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """Open a file of bytes, decompressed, beside how many bytes of it are read."""
+def _open(path: Path) -> Iterator[tuple[io.TextIOWrapper, Callable[[], int]]]:
+    """Open a file of text, decompressed, beside how many bytes of it are read."""
     with open(path, "rb") as raw:
         stream: Any = raw
         if path.suffix.lower() == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif path.suffix.lower() == ".zst":
             pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
-            stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), _CHUNK)
-        yield stream, raw.tell
+            stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20)
+        yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n"), raw.tell
 
 
-def _decode(decoder: codecs.IncrementalDecoder, chunk: bytes, *, final: bool) -> str:
-    try:
-        return decoder.decode(chunk, final)
-    except UnicodeDecodeError:
-        raise NotTextError(
-            "a binary file (it is not UTF-8 text; iconv -t UTF-8 rewrites other encodings)"
-        ) from None
-
-
-def _between_words(text: str) -> int:
-    """Find the last place between two words in the first `_PART` characters, or their end."""
-    cuts = [m.start() for m in re.finditer(r"(?<=\S)(?= \S)", text[_PART - _PART // 64 : _PART])]
-    return _PART - _PART // 64 + cuts[-1] if cuts else _PART
-
-
-def _parts_of_text(file: File, tell: _Tell) -> Iterator[tuple[str, bool]]:
-    """Yields the parts of a text's documents; line ends beside a marker belong to it."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    text, begun, behind = "", False, False  # whether a part is yielded, whether behind a marker
+def _texts(file: File) -> Iterator[Part]:
+    """Yields a file of text in pieces, which end where its documents do."""
+    held = len(MARKER) - 1 if file.suffix == ".txt" else 0  # of a marker that a chunk cuts
+    text = ""
     with _open(file.path) as (stream, position):
-        for chunk in itertools.chain(iter(lambda: stream.read(_CHUNK), b""), [b""]):
-            tell(position())
-            text += _decode(decoder, chunk, final=not chunk)
-            if file.suffix == ".txt":
-                *ended, text = text.split(MARKER)
-                for each in ended:
-                    each = (each.lstrip("\r\n") if behind and not begun else each).rstrip("\r\n")
-                    if each or begun:
-                        yield each, True
-                    begun, behind = False, True
-            if behind and not begun:
-                text = text.lstrip("\r\n")
-            while len(text) >= 2 * _PART:
-                cut = _between_words(text)
-                yield text[:cut], False
-                text, begun = text[cut:], True
-    if text or begun:
-        yield text, True
+        while chunk := stream.read(_CHUNK):
+            *ended, text = (text + chunk).split(MARKER) if held else [chunk]
+            yield from (Part(each, True, position()) for each in ended)
+            cut = max(0, len(text) - held)
+            yield Part(text[:cut], False, position())
+            text = text[cut:]
+        yield Part(text, True, position())
 
 
-def _check_json(file: File) -> None:
-    """Refuse a .json whose first line that is not blank is no object: it is not JSON Lines."""
-    with _open(file.path) as (stream, _):
-        line = next(filter(bytes.strip, iter(lambda: stream.readline(_CHUNK), b"")), b"")
-        # The first character tells of a list, which may be one line as long as the file.
-        if len(line) == _CHUNK and line.lstrip().startswith(b"{"):
-            line += stream.readline()
-    try:
-        is_record = isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        is_record = False
-    if not is_record:
-        raise NotTextError(
-            "JSON, whose syntax would be trained on (its first line is not an object, as it is in "
-            'JSON Lines; write a .jsonl file with the "text" of a document in each line, or rename '
-            "it to .txt if the syntax is meant)"
-        )
-
-
-def _json_texts(file: File, tell: _Tell) -> Iterator[str]:
+def _json_texts(file: File) -> Iterator[Part]:
     """Yields the texts of JSON Lines, "" where a field is null.
 
     By the standard library and not by pyarrow, whose reader takes a misspelt field for nulls, and
@@ -377,40 +291,35 @@ def _json_texts(file: File, tell: _Tell) -> Iterator[str]:
     """
     with _open(file.path) as (stream, position):
         for number, line in enumerate(stream, 1):
-            if number % _ROWS == 0:
-                tell(position())
             if line.strip():
                 try:
-                    yield _json_text(line, file.field)
+                    yield Part(_json_text(line, file.field), True, position())
                 except NotTextError as error:
                     raise NotTextError(f"line {number} {error}") from None
 
 
-def _json_text(line: bytes, field: str) -> str:
+def _json_text(line: str, field: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise NotTextError(f"is not JSON ({error})") from None
+        raise NotTextError(f"is not JSON Lines ({error})") from None
     if not isinstance(record, dict):
-        raise NotTextError(f'is {_KINDS[type(record)]}, not an object with the field "{field}"')
+        found = f"is {json.dumps(record):.40}"
+        raise NotTextError(f'{found}, not an object with the field "{field}"')
     if field not in record:
-        fields = ", ".join(f'"{name}"' for name in record) or "no field"
-        raise NotTextError(
-            f'has no "{field}" of a document, but {fields}; name the field that holds it behind '
-            "the path, as in PATH:FIELD"
-        )
+        fields = ", ".join(map(json.dumps, record)) or "no field"
+        found = f'has no "{field}" of a document, but {fields}'
+        raise NotTextError(f"{found}; name the field {_BEHIND}")
     text = record[field]
     if not isinstance(text, str | None):
-        raise NotTextError(
-            f'has {_KINDS[type(text)]} as its "{field}", not a string; leave the line out, or name '
-            "the field that holds the document behind the path, as in PATH:FIELD"
-        )
+        found = f'has {json.dumps(text):.40} as its "{field}", not a string'
+        raise NotTextError(f"{found}; leave the line out, or name the field {_BEHIND}")
     if text and not text.isascii():  # half a character, as where a text was cut, becomes U+FFFD
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text or ""
 
 
-def _table_texts(file: File, tell: _Tell) -> Iterator[str]:
+def _table_texts(file: File) -> Iterator[Part]:
     """Yields the texts of Parquet, "" where a row has none."""
     what = f"{file.path} is Parquet, and reading it"
     pa, parquet = need_package("pyarrow", what), need_package("pyarrow.parquet", what)
@@ -419,14 +328,17 @@ def _table_texts(file: File, tell: _Tell) -> Iterator[str]:
     except pa.ArrowException as error:
         raise NotTextError(f"is not Parquet ({str(error).partition('.')[0]})") from None
     with table:
-        schema, size = table.schema_arrow, file.path.stat().st_size
-        if not any(f.name == file.field and _is_text(pa, f.type) for f in schema):
-            columns = ", ".join(f'"{f.name}" ({f.type})' for f in schema) or "none"
+        types = {column.name: column.type for column in table.schema_arrow}
+        kind = types.get(file.field)
+        if kind is not None and pa.types.is_dictionary(kind):  # pandas's categoricals
+            kind = kind.value_type
+        if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+            columns = ", ".join(f'"{name}" ({kind})' for name, kind in types.items()) or "none"
             raise NotTextError(
                 f'has no column "{file.field}" of text (string), but {columns}; name the column '
-                "that holds the documents behind the path, as in PATH:COLUMN"
+                f"{_BEHIND}"
             )
-        row = 0
+        row, size = 0, file.path.stat().st_size
         for rows in table.iter_batches(_ROWS, columns=[file.field]):
             try:
                 texts = rows.column(0).to_pylist()
@@ -434,12 +346,5 @@ def _table_texts(file: File, tell: _Tell) -> Iterator[str]:
                 where = f"a text in rows {row + 1:,} to {row + len(rows):,}"
                 raise NotTextError(f"{where} is not UTF-8 ({error.reason})") from None
             row += len(rows)
-            tell(size * row // table.metadata.num_rows)
-            yield from (text or "" for text in texts)
-
-
-def _is_text(pa: Any, kind: Any) -> bool:
-    if pa.types.is_dictionary(kind):  # pandas's categoricals
-        kind = kind.value_type
-    tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view)
-    return any(test(kind) for test in tests)
+            read = size * row // table.metadata.num_rows
+            yield from (Part(text or "", True, read) for text in texts)

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.files import write_atomically
 from jaxkern.lm.data.sources import File, NotTextError, Source
 from jaxkern.lm.data.tokenizer import FILE, Bytes, Tokenizer, dtype_of
 from jaxkern.lm.stop import say
@@ -34,6 +33,16 @@ _MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
 _AT_ONCE = 1 << 22  # characters that are tokenised at once
 _HEAD = 1 << 16  # characters by which a document is held out or not
 _SAVE = 5.0  # seconds of work that a kill may cost
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that after a crash it is the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def tokenise(
@@ -54,18 +63,18 @@ def tokenise(
     with _held(folder):
         if isinstance(tokenizer, Tokenizer):
             write_atomically(folder / FILE, tokenizer.stored())
-        written = json.loads(path.read_text()) if path.exists() else []
-        left = [i for i in range(len(found)) if i >= len(written) or not written[i]["split"]]
+        none = lambda: {part: {"tokens": 0, "documents": 0, "bytes": 0} for part in PARTS}
+        written = [{"split": "", "done": [0, 0]} | none() for _ in found]
+        if path.exists():
+            written = json.loads(path.read_text())
+        left = [i for i, of in enumerate(written) if not of["split"]]
         total = sum(file.path.stat().st_size for i in left for file in found[i].files)
+        save = lambda: write_atomically(path, json.dumps(written) + "\n")
         form = "tokenise {percentage:3.0f}% {bar} {n_fmt}B/{total_fmt}B · {remaining} left"
         every = 0.5 if sys.stderr.isatty() else 30
         options = {"unit_scale": True, "leave": False, "delay": 1, "mininterval": every}
         with tqdm(total=total, bar_format=form, dynamic_ncols=True, **options) as bar:
             for i in left:
-                if i == len(written):
-                    none = {part: {"tokens": 0, "documents": 0, "bytes": 0} for part in PARTS}
-                    written.append({"split": "", "file": 0, "part": 0} | none)
-                save = lambda: write_atomically(path, json.dumps(written) + "\n")
                 _write_source(folder / str(i), found[i], tokenizer, written[i], save, bar)
                 written[i]["split"] = _split(folder / str(i), found[i].held_out, written[i])
                 save()
@@ -95,69 +104,78 @@ def _write_source(
     save: Any,
     bar: Any,
 ) -> None:
-    """Append to the files of a source what is not `written` yet, and tell it there."""
-    dtype = dtype_of(tokenizer.size)
+    """Append to the files of a source what is not `written` yet, and say so there."""
+    dtype = np.dtype(dtype_of(tokenizer.size))
     with contextlib.ExitStack() as opened:
-        writers = {}
-        for part in PARTS:
-            tokens = opened.enter_context(open(f"{path}.{part}.tokens", "ab"))
-            starts = opened.enter_context(open(f"{path}.{part}.starts", "ab"))
-            writers[part] = _Writer(tokens, starts, written[part], dtype)
-        size, saved = 0, time.monotonic()
-        waiting: list[tuple[str, str, bool, bool]] = []
+        files = {}
+        for part, counts in ((part, written[part]) for part in PARTS):
+            for kind, size in (
+                ("tokens", counts["tokens"] * dtype.itemsize),
+                ("starts", counts["documents"] * 8),
+            ):
+                file = opened.enter_context(open(f"{path}.{part}.{kind}", "ab"))
+                file.truncate(size)  # what is behind that a process has left that was killed
+                files[part, kind] = file
 
-        def flush(file: int, part: int) -> None:
-            texts = [text for _, text, _, _ in waiting]
-            for each, tokens in zip(waiting, tokenizer.encode(texts), strict=True):
-                to, text, first, last = each
-                begin, end = tokenizer.begin if first else None, tokenizer.end if last else None
-                writers[to].append(tokens, text, begin, end)
-            waiting.clear()
-            written["file"], written["part"] = file, part
+        def sync() -> None:
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
 
-        bytes_alone = isinstance(tokenizer, Bytes)
-        for file, part, to, text, first, last in _texts(source, written, bar, bytes_alone):
-            waiting.append((to, text, first, last))
-            size += len(text)
-            if size >= _AT_ONCE:
-                flush(file, part)
-                size = 0
-                if time.monotonic() - saved > _SAVE:
-                    for writer in writers.values():
-                        writer.sync()
-                    save()
-                    saved = time.monotonic()
-        flush(len(source.files), 0)
-        for writer in writers.values():
-            writer.sync()
+        saved = time.monotonic()
+        texts = _texts(source, written["done"], bar, of_bytes=isinstance(tokenizer, Bytes))
+        while batch := [*_of_size(texts)]:
+            encoded = tokenizer.encode([text for text, *_ in batch])
+            for (text, part, first, last, _), ids in zip(batch, encoded, strict=True):
+                counts = written[part]
+                if first:
+                    files[part, "starts"].write(np.int64(counts["tokens"]).tobytes())
+                    counts["documents"] += 1
+                edges = [tokenizer.begin] * first, [tokenizer.end] * last
+                whole = np.concatenate([edges[0], ids, edges[1]]).astype(dtype)
+                files[part, "tokens"].write(whole.tobytes())
+                counts["tokens"] += len(whole)
+                counts["bytes"] += len(text.encode())
+            written["done"] = batch[-1][-1]
+            if time.monotonic() - saved > _SAVE:
+                sync()
+                save()
+                saved = time.monotonic()
+        written["done"] = [len(source.files), 0]
+        sync()
+
+
+def _of_size(texts: Iterator[tuple]) -> Iterator[tuple]:
+    """The next texts, of `_AT_ONCE` characters."""
+    size = 0
+    while size < _AT_ONCE and (text := next(texts, None)):
+        size += len(text[0])
+        yield text
 
 
 def _texts(
-    source: Source, written: dict[str, Any], bar: Any, bytes_alone: bool
-) -> Iterator[tuple[int, int, str, str, bool, bool]]:
-    """Yields the documents of a source in parts, but for those that are written.
+    source: Source, done: list[int], bar: Any, *, of_bytes: bool
+) -> Iterator[tuple[str, str, bool, bool, list[int]]]:
+    """Yields the documents of a source in parts, but for those up to the file and part `done`.
 
-    Each part comes as its file, how many parts of that are done with it, where its document
-    belongs, its text, and whether it begins and whether it ends the document.
+    Each part comes as its text, where its document belongs, whether it begins and whether it ends
+    that, and the numbers of its file and of itself there.
     """
-    first_file, first_part = written["file"], written["part"]
     for i, file in enumerate(source.files):
-        before, belongs = bar.n, ""
-        if i >= first_file:
-            tell = lambda at, before=before: bar.update(before + at - bar.n)
-            with named(file):
-                for j, (text, last) in enumerate(file.parts(tell), 1):
-                    if bytes_alone and (at := text.find("\0")) >= 0:
-                        raise NotTextError(
-                            f"has a zero byte behind {text[:at][-20:]!r}, which ends a document of "
-                            "bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a character "
-                            "like others)"
-                        )
-                    first = not belongs
-                    belongs = belongs or PARTS[_fraction(text[:_HEAD]) < source.held_out]
-                    if i > first_file or j > first_part:
-                        yield i, j, belongs, text, first, last
-                    belongs = "" if last else belongs
+        before, of = bar.n, ""
+        with named(file):
+            for number, (text, last, read) in enumerate(file.parts() if i >= done[0] else (), 1):
+                if of_bytes and "\0" in text:
+                    raise NotTextError(
+                        f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends a "
+                        "document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a "
+                        "character like others)"
+                    )
+                first, of = not of, of or PARTS[_fraction(text[:_HEAD]) < source.held_out]
+                if [i, number] > done:
+                    yield text, of, first, last, [i, number]
+                of = "" if last else of
+                bar.update(before + read - bar.n)
         bar.update(before + file.path.stat().st_size - bar.n)
 
 
@@ -176,37 +194,6 @@ def _fraction(text: str) -> float:
     """Hashes a text to a number from 0 to 1, which decides whether its document is held out."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
-
-
-class _Writer:
-    """The files of a source's documents to train on, or of those held out.
-
-    Args:
-      tokens, starts: the files.
-      counts: what they hold; what is behind it there a process has left that was killed.
-      dtype: of the tokens.
-    """
-
-    def __init__(self, tokens: Any, starts: Any, counts: dict[str, int], dtype: Any):
-        self._tokens, self._starts, self._counts, self._dtype = tokens, starts, counts, dtype
-        self._tokens.truncate(counts["tokens"] * np.dtype(dtype).itemsize)
-        self._starts.truncate(counts["documents"] * 8)
-
-    def append(self, tokens: np.ndarray, text: str, begin: int | None, end: int | None) -> None:
-        """Append a part of a document, between what begins and what ends it, if it does."""
-        if begin is not None:
-            self._starts.write(np.int64(self._counts["tokens"]).tobytes())
-            self._counts["documents"] += 1
-        before, behind = ([] if edge is None else [edge] for edge in (begin, end))
-        content = np.concatenate([before, tokens, behind]).astype(self._dtype)
-        self._tokens.write(content.tobytes())
-        self._counts["tokens"] += len(content)
-        self._counts["bytes"] += len(text.encode())
-
-    def sync(self) -> None:
-        for file in (self._tokens, self._starts):
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def _split(path: Path, held_out: float, written: dict[str, Any]) -> str:

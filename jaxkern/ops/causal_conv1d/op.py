@@ -26,7 +26,7 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 arXiv:2312.00752.
 """
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,10 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import Sequence, from_before, is_first, is_last, on_all, only_if
+from jaxkern.core.split import SplitSequence, from_before, is_first, is_last, on_all, only_if
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
@@ -53,29 +53,7 @@ from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
 from jaxkern.ops.layers import check_layer, put_layer, take_layer
 
 
-@overload
-def causal_conv1d(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    activation: Activation | None = None,
-    initial_state: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    return_final_state: Literal[False] = False,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def causal_conv1d(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def causal_conv1d(
     x: jax.Array,
     weight: jax.Array,
@@ -88,7 +66,7 @@ def causal_conv1d(
     return_final_state: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Convolve every channel with its own short filter, looking back in time only.
 
     .. math:: \text{out}_t = f\Bigl(b + \sum_{w=0}^{W-1} \text{weight}_w \, x_{t-(W-1)+w}\Bigr)
@@ -165,7 +143,9 @@ def causal_conv1d(
     (batch, length, dim), width = x.shape, weight.shape[1]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
-    initial_state = _check_initial_state(initial_state, batch, count, width, dim)
+    initial_state = segments.check_states(
+        initial_state, batch, count, (width - 1, dim), "(B, W - 1, D) of x and weight"
+    )
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, (batch, length), count)
     options = ConvOptions(
@@ -268,15 +248,6 @@ def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any
     return x, weight, bias
 
 
-def _check_initial_state(state: Any, batch: int, count: int | None, width: int, dim: int) -> Any:
-    if state is None:
-        return None
-    state = check_floating("initial_state", state)
-    meaning = f"{'(B' if count is None else '(B, S'}, W - 1, D) of x and weight"
-    segments.check_states(state, batch, count, (width - 1, dim), meaning)
-    return state
-
-
 def _unsupported(x: Any, weight: Any, bias: Any, state: Any) -> str | None:
     """Reason why the kernels, forward and backward, cannot take this call."""
     if reason := unfit(x=x, weight=weight, bias=bias, initial_state=state):
@@ -369,7 +340,7 @@ FORWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l"),
     outs=("b l d", "b k d"),
     whole="w k",
-    sequence=Sequence(_forward_of_part, _too_short),
+    sequence=SplitSequence(_forward_of_part, _too_short),
 )
 BACKWARD = KernelPass(
     "causal_conv1d_bwd",
@@ -379,7 +350,7 @@ BACKWARD = KernelPass(
     ins=("b l d", "d w", "d", "b k d", "b l", "b l d", "b k d"),
     outs=("b l d", "d w", "d", "b k d"),
     whole="w k",
-    sequence=Sequence(_backward_of_part, _too_short),
+    sequence=SplitSequence(_backward_of_part, _too_short),
 )
 LOOKS_BACK = KernelPass(
     "causal_conv1d_looks_back",

@@ -57,15 +57,15 @@ def in_last_segment(dfinal: jax.Array, look_back: Any, length: int) -> jax.Array
 def reference_fwd(options, x, weight, bias, state, look_back):
     final = last_inputs(options, x, weight.shape[1], state, look_back)
     length, width = x.shape[1], weight.shape[1]
-    wide = x.astype(_accumulator(x, weight))
+    x32 = x.astype(_accumulator(x, weight))
     if state is None:
-        padded = jnp.pad(wide, ((0, 0), (width - 1, 0), (0, 0)))  # (B, W − 1 + L, D)
+        padded = jnp.pad(x32, ((0, 0), (width - 1, 0), (0, 0)))  # (B, W − 1 + L, D)
     else:
-        padded = jnp.concatenate([state.astype(wide.dtype), wide], axis=1)
+        padded = jnp.concatenate([state.astype(x32.dtype), x32], axis=1)
     taps = [padded[:, w : w + length] for w in range(width)]
     if look_back is not None:
         seen = [look_back[..., None] >= width - 1 - w for w in range(width)]
-        zero = jnp.zeros((), wide.dtype)
+        zero = jnp.zeros((), x32.dtype)
         taps = [jnp.where(s, tap, zero) for s, tap in zip(seen, taps, strict=True)]
     return filtered(taps, weight, bias, options.activation).astype(x.dtype), final
 

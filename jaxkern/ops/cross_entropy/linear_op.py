@@ -1,12 +1,11 @@
 """The cross-entropy of a linear layer's results; equations in :mod:`jaxkern.ops.cross_entropy.op`.
 
-Three rules compute it. :func:`_all_logits` here saves the logits. Those of
-:mod:`jaxkern.ops.cross_entropy.memory` hold fewer: chunks of rows or parts of the vocabulary.
+Three rules compute it. :func:`_all_logits` here saves the logits. The other two,
+in :mod:`jaxkern.ops.cross_entropy.memory`, hold chunks of rows or parts of the vocabulary.
 """
 
-import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +13,8 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_integer
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import named
-from jaxkern.core.mesh import match_primal
 from jaxkern.ops.cross_entropy.memory import (
     ChunkOptions,
     PartOptions,
@@ -40,32 +38,7 @@ from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import check_accumulator
 
 
-@overload
-def linear_cross_entropy(
-    x: jax.Array,
-    weight: jax.Array,
-    labels: jax.Array,
-    bias: jax.Array | None = None,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    reduction: Reduction = "mean",
-    return_lse: Literal[False] = False,
-    memory: int | None = None,
-    accumulator: jax.Array | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def linear_cross_entropy(
-    *args: Any, return_lse: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@lse_op
 def linear_cross_entropy(
     x: jax.Array,
     weight: jax.Array,
@@ -81,7 +54,7 @@ def linear_cross_entropy(
     memory: int | None = None,
     accumulator: jax.Array | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The cross-entropy of a language model's last layer: of ``x @ weight + bias`` and labels.
 
     .. math:: \text{loss} = \operatorname{cross\_entropy}(x w + b, \; y)
@@ -110,12 +83,8 @@ def linear_cross_entropy(
         is no copy in a compiled program.
       labels: (...), integers from 0 to V - 1, or `ignore_index`.
       bias: (V,), any of those dtypes, or ``None``.
-      ignore_index: as for :func:`cross_entropy`, and so are the next five.
-      label_smoothing: likewise.
-      z_loss: likewise.
-      logit_softcap: likewise.
-      reduction: likewise.
-      return_lse: likewise.
+      ignore_index, label_smoothing, z_loss, logit_softcap, reduction, return_lse: as for
+        :func:`cross_entropy`.
       memory: bytes that logits may take, at least the logits of 128 classes; ``None`` for no limit.
         In parts, a part's weight and the gradient of `x` in float32 take memory besides. With
         ``implementation="xla"`` there is no limit.
@@ -221,22 +190,11 @@ def _all_logits_fwd(x, weight, bias, accumulator, labels, options, product):
 def _all_logits_bwd(options, product, res, cotangents):
     x, weight, bias, accumulator, labels, logits, lse = res
     du = gradient_of_logits(options, logits, labels, lse, cotangents)
-    of_dtype = lambda v: dataclasses.replace(product, dtype=str(v.dtype))
-    [dx] = linear_op.DX(of_dtype(du), du, weight)
     x = options.terms.without_ignored(x, labels)
-    dweight = total = None
-    if accumulator is None:
-        [dweight] = linear_op.DWEIGHT(of_dtype(weight), x, du)
-    else:
-        passes = linear_op.DWEIGHT, linear_op.ACCUMULATE
-        [total] = linear_op.accumulated(*passes, product, (accumulator,), x, du)
-    return (
-        match_primal(dx, x),
-        match_primal(dweight, weight),
-        match_primal(products.bias_gradient(du, bias), bias),
-        match_primal(total, accumulator),
-        None,
-    )
+    accumulators = None if accumulator is None else (accumulator,)
+    grads = linear_op.gradients(product, x, (du,), (weight,), (bias,), accumulators)
+    dx, [dweight], [dbias], totals = grads
+    return dx, dweight, dbias, None if totals is None else totals[0], None
 
 
 _all_logits.defvjp(_all_logits_fwd, _all_logits_bwd)

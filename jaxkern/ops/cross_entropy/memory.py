@@ -30,13 +30,13 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import TypeOf, match_primal
-from jaxkern.core.split import Axes, Partial, Sequence, is_first, only_if
+from jaxkern.core.split import Axes, Partial, SplitSequence, is_first, only_if
 from jaxkern.ops.cross_entropy.op import gradient_of_logits, sums_of_rows
 from jaxkern.ops.cross_entropy.reference import LogSum, LossOptions, Sums
 from jaxkern.ops.linear.products import varies_more
 
 _MOST_CHUNKS = 6
-"""Their 16-bit dweight is rounded once a chunk: 6 give 1.9 times the error of one product."""
+"""Most chunks: a 16-bit dweight is rounded once a chunk, 6 give 1.9 times one product's error."""
 
 _LEAST_ROWS = 512
 """Rows of a chunk; of fewer, dweight's traffic costs more than a fourth product."""
@@ -206,7 +206,7 @@ IN_CHUNKS = KernelPass(
     ins=("... k", "k v", "v", "..."),
     outs=("...", "... k", "k v", "v"),
     whole="k",
-    sequence=Sequence(_chunks_of_device, factor="v"),
+    sequence=SplitSequence(_chunks_of_device, factor="v"),
     partial=Partial(reference=_chunk_losses, options=_wider, finish=_finish_chunks),
     saved_as="linear_cross_entropy",
 )
@@ -454,7 +454,7 @@ PARTS_FORWARD = KernelPass(
     ins=("... k", "k v", "v", "..."),
     outs=("...", "...", "...", "... v"),
     whole="k",
-    sequence=Sequence(_losses_of_device, _unfit, factor="v"),
+    sequence=SplitSequence(_losses_of_device, _unfit, factor="v"),
 )
 PARTS_BACKWARD = KernelPass(
     "linear_cross_entropy_bwd",
@@ -462,6 +462,6 @@ PARTS_BACKWARD = KernelPass(
     ins=("... k", "k v", "v", "k v", *("...",) * 3, "... v", "...", "..."),
     outs=("... k", "k v", "v"),
     whole="k",
-    sequence=Sequence(_gradients_of_device, _unfit, factor="v"),
+    sequence=SplitSequence(_gradients_of_device, _unfit, factor="v"),
     partial=Partial(reference=_shares_of_rows, options=_wider, finish=_finish_shares),
 )

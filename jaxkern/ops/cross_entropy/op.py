@@ -27,7 +27,7 @@ arXiv:2408.00118 (the cap); Wijmans et al., Cut Your Losses in Large-Vocabulary 
 """
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,10 @@ from jax import lax
 from jaxkern.core.arguments import as_array, check_floating, unfit
 from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_sharding
-from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward
@@ -58,28 +58,7 @@ from jaxkern.ops.cross_entropy.reference import (
 Reduction = Literal["mean", "sum", "none"]
 
 
-@overload
-def cross_entropy(
-    logits: jax.Array,
-    labels: jax.Array,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    logit_softcap: float | None = None,
-    reduction: Reduction = "mean",
-    return_lse: Literal[False] = False,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def cross_entropy(
-    *args: Any, return_lse: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@lse_op
 def cross_entropy(
     logits: jax.Array,
     labels: jax.Array,
@@ -91,7 +70,7 @@ def cross_entropy(
     reduction: Reduction = "mean",
     return_lse: bool = False,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""The cross-entropy of logits and labels.
 
     .. math::
@@ -273,7 +252,7 @@ FORWARD = KernelPass(
     kernel=launch_forward,
     ins=("... v", "..."),
     outs=("...",) * 4,
-    sequence=Sequence(_forward_of_device, factor="v"),
+    sequence=SplitSequence(_forward_of_device, factor="v"),
     kernel_of_slices=functools.partial(launch_forward, sliced=True),
     unfit=_too_large,
     faster=_faster,
@@ -284,7 +263,7 @@ BACKWARD = KernelPass(
     kernel=launch_backward,
     ins=("... v", "...", "...", "...", "..."),
     outs=("... v",),
-    sequence=Sequence(_backward_of_device, factor="v"),
+    sequence=SplitSequence(_backward_of_device, factor="v"),
     kernel_of_slices=functools.partial(launch_backward, sliced=True),
     unfit=_too_large,
     faster=_faster,

@@ -54,7 +54,7 @@ def launch_forward(
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class DropoutPart:
     """A device's part of an array, and the way from a lane's unit to its index in the whole array.
 
     Attributes:
@@ -78,7 +78,7 @@ class Part:
         return [key, rate, jnp.stack(shift_right(begin, self.vec.bit_length() - 1))]
 
 
-def part_of(whole: tuple[int, ...], *arrays: Any) -> Part:
+def part_of(whole: tuple[int, ...], *arrays: Any) -> DropoutPart:
     """The part of an array of shape `whole` that `arrays` are."""
     shape, vec = arrays[0].shape, unit(*arrays)
     digits: list[tuple[int, int]] = []
@@ -94,10 +94,10 @@ def part_of(whole: tuple[int, ...], *arrays: Any) -> Part:
         stride *= full
     if begins:
         vec = math.gcd(vec, digits[0][0], *(stride for _, stride in digits[1:]), *begins)
-    return Part(whole, tuple(digits), vec, shape == whole)
+    return DropoutPart(whole, tuple(digits), vec, shape == whole)
 
 
-def drop(lanes: Lanes, part: Part, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def drop(lanes: Lanes, part: DropoutPart, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns m · v and 1 / (1 − p), (LANES · vec,)."""
     key, (threshold, scale, *_) = lanes.seeds[:2]
     units = _units_in_whole(lanes, part)
@@ -108,7 +108,7 @@ def drop(lanes: Lanes, part: Part, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(keep, v, 0.0), scales
 
 
-def _units_in_whole(lanes: Lanes, part: Part) -> Pair:
+def _units_in_whole(lanes: Lanes, part: DropoutPart) -> Pair:
     """The indices of the lanes' units in the whole array."""
     if part.whole:
         return lanes.units, lanes.units & jnp.uint32(0)

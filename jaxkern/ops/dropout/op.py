@@ -127,7 +127,7 @@ def dropout_add(
 
     .. math:: y_i = r_i + \frac{m_i x_i}{1 - p}
 
-    The mask is that of :func:`jaxkern.dropout`. The sum is computed in fp32 and rounded once.
+    The mask is the same as :func:`jaxkern.dropout`'s. The sum is computed in fp32 and rounded once.
 
     Args:
       x: any shape, bfloat16, float16 or float32.
@@ -151,7 +151,7 @@ def dropout_add(
       [3.0, 5.0]
     """
     x = check_floating("x", x)
-    residual = check_array("residual", residual, x.shape, "that of x")
+    residual = check_array("residual", residual, x.shape, "the shape of x")
     mode = resolve(implementation, unsupported(x=x, residual=residual), op="dropout_add")
     return _dropped(x, residual, rate, key, DropoutOptions("dropout_add", None, mode))
 
@@ -233,7 +233,7 @@ def _refuse_derivative(primals: Any, tangents: Any) -> Any:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Types:
+class _DropoutTypes:
     """The types of arguments that are not saved for the backward."""
 
     dtype: Any
@@ -248,7 +248,9 @@ def _dropout(x: Any, residual: Any, seeds: Any, options: DropoutOptions) -> jax.
 
 def _dropout_fwd(x, residual, seeds, options):
     (out,) = FORWARD(options, x, residual, *seeds, *positions_of(options.shape))
-    types = _Types(x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual)))
+    types = _DropoutTypes(
+        x.dtype, *(None if a is None else TypeOf(jax.typeof(a)) for a in (x, residual))
+    )
     return match_sharding(out, x), (x if options.curve else None, types, seeds)
 
 

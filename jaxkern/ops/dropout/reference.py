@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import vary_over, varying
 from jaxkern.elementwise.philox import halves, philox, wide_product
-from jaxkern.ops.curves import CURVES, PLAIN, curve, wide
+from jaxkern.ops.curves import CURVES, PLAIN, curve
 
 GROUP = 8
 """Elements that one call of the generator serves."""
@@ -23,7 +24,7 @@ Pair = tuple[Any, Any]
 
 @dataclasses.dataclass(frozen=True)
 class DropoutOptions:
-    """What the passes are compiled for.
+    """Static arguments of the passes.
 
     Attributes:
       op: the name of the public function.
@@ -43,7 +44,7 @@ class DropoutOptions:
 def reference_forward(
     options: DropoutOptions, x: Any, residual: Any, key: Any, rate: Any, *positions: Any
 ) -> tuple[Any]:
-    f32 = wide(*(a for a in (x, residual) if a is not None))
+    f32 = wide(*(a.dtype for a in (x, residual) if a is not None))
     v = x.astype(f32)
     out = _drop(options, key, rate, positions, curve(options.curve, v) if options.curve else v)
     if residual is None:
@@ -54,7 +55,7 @@ def reference_forward(
 def reference_backward(
     options: DropoutOptions, x: Any, dout: Any, key: Any, rate: Any, *positions: Any
 ) -> tuple[Any]:
-    f32 = wide(dout if x is None else x, dout)
+    f32 = wide(*(a.dtype for a in (x, dout) if a is not None))
     dropped = _drop(options, key, rate, positions, dout.astype(f32))
     if x is not None:
         assert options.curve
@@ -75,7 +76,7 @@ def scale_of(threshold: jax.Array, dtype: Any) -> jax.Array:
 
 
 def positions_of(shape: tuple[int, ...]) -> list[jax.Array]:
-    """The indices along each axis: split as the axis is, they tell a device what part it has."""
+    """The indices along each axis, split between devices as the axis is."""
     return [jnp.arange(n, dtype=jnp.uint32) for n in shape]
 
 

@@ -1,7 +1,7 @@
 r"""Gated linear units: two projections, one gating the other, as in the first half of a gated MLP.
 
 Forward, with x (M, K), weights w_g, w_u (K, N), biases b_g, b_u and a gated unit of gate and up
-(:class:`jaxkern.ops.curves.Unit`), without further options f(g) · u:
+(:class:`jaxkern.ops.curves.GatedUnit`), without further options f(g) · u:
 
     g = x · w_g + b_g          u = x · w_u + b_u          out = unit(g, u)
 
@@ -24,7 +24,7 @@ With accumulators a_g, a_u of the weights' gradients, a_g + dw_g and a_u + dw_u 
 of these, in the memory of the accumulators.
 
 One weight w = [w_g, w_u], (K, 2N), is read without a copy of its halves. Then g and u are one array
-[g, u], and the backward's products are those of a linear layer: dx = [dg, du] · wᵀ,
+[g, u], and the backward has the products of a linear layer: dx = [dg, du] · wᵀ,
 dw = xᵀ · [dg, du].
 """
 
@@ -39,17 +39,14 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal
 from jaxkern.core.split import Partial
-from jaxkern.ops.curves import PLAIN, Activation, Unit, check_unit
+from jaxkern.ops.curves import PLAIN, Activation, GatedUnit, check_unit
 from jaxkern.ops.gated import gated_backward
-from jaxkern.ops.linear import op
 from jaxkern.ops.linear.kernel import Product
+from jaxkern.ops.linear.op import gradients
 from jaxkern.ops.linear.products import (
     LinearOptions,
-    bias_gradient,
     check_accumulator,
-    dot,
     flat,
     in_epilogue,
     launch,
@@ -76,24 +73,14 @@ class GatedOptions:
       save: whether the forward also returns both projections.
       precision: precision of fp32 products, as for ``jax.lax.dot_general``.
       mode: mode from :func:`jaxkern.core.dispatch.resolve`.
-      dtypes: dtypes of the computed gradients, one or two.
     """
 
-    unit: Unit
+    unit: GatedUnit
     one_weight: bool
     recompute: bool
     save: bool
     precision: Any
     mode: Mode
-    dtypes: tuple[str, ...] = ("float32", "float32")
-
-    def giving(self, *like: Any) -> "GatedOptions":
-        """Options of gradients with the dtypes of these arrays."""
-        return dataclasses.replace(self, dtypes=tuple(str(a.dtype) for a in like))
-
-    def of_part(self) -> "GatedOptions":
-        """Options of the products that devices add, in fp32."""
-        return dataclasses.replace(self, dtypes=("float32",) * len(self.dtypes))
 
 
 @public_op
@@ -260,50 +247,23 @@ def _gated_fwd(x, w_gate, w_up, b_gate, b_up, accumulators, options):
 
 def _gated_bwd(options, res, dout):
     arrays, accumulators, gate, up = res
-    *_, b_gate, b_up = arrays
+    x, w_gate, w_up, b_gate, b_up = arrays
     if options.recompute:
         dgate, dup = SLOPES(options, *arrays, dout)
     else:
         projections = (gate,) if up is None else (gate, up)
         slopes = gated_backward(options.unit, options.mode, projections, dout)
         dgate, dup = (*slopes, None)[:2]
-    backward = _of_one_weight if options.one_weight else _of_two_weights
-    dx, dweights, sums = backward(options, arrays, accumulators, dgate, dup)
-    if sums is not None:
-        sums = tuple(match_primal(s, a) for s, a in zip(sums, accumulators, strict=True))
-    dbiases = (bias_gradient(d, b) for d, b in ((dgate, b_gate), (dup, b_up)))
-    grads = (dx, *dweights, *dbiases)
-    return (*(match_primal(g, a) for g, a in zip(grads, arrays, strict=True)), sums)
+    present = lambda *values: [v for v in values if v is not None]
+    of_linear = LinearOptions(None, False, options.precision, "float32", options.mode)
+    dys, weights = present(dgate, dup), present(w_gate, w_up)
+    biases = (b_gate, b_up)[: len(dys)]
+    dx, dweights, dbiases, sums = gradients(of_linear, x, dys, weights, biases, accumulators)
+    return dx, *(*dweights, None)[:2], *(*dbiases, None)[:2], sums
 
 
 _gated.defvjp(_gated_fwd, _gated_bwd)
 _gated_jit = jax.jit(_gated, static_argnums=6)
-
-
-def _of_one_weight(
-    options: GatedOptions, arrays: Any, accumulators: Any, d: Any, _: Any
-) -> tuple[Any, Any, Any]:
-    """dx and dw, or the accumulators' sums, by the products of a linear layer."""
-    x, w, *_ = arrays
-    of_linear = LinearOptions(None, False, options.precision, "float32", options.mode)
-    [dx] = op.DX(dataclasses.replace(of_linear, dtype=str(x.dtype)), d, w)
-    if accumulators is None:
-        [dw] = op.DWEIGHT(dataclasses.replace(of_linear, dtype=str(w.dtype)), x, d)
-        return dx, (dw, None), None
-    sums = op.accumulated(op.DWEIGHT, op.ACCUMULATE, of_linear, accumulators, x, d)
-    return dx, (None, None), sums
-
-
-def _of_two_weights(
-    options: GatedOptions, arrays: Any, accumulators: Any, dgate: Any, dup: Any
-) -> tuple[Any, Any, Any]:
-    """The same as :func:`_of_one_weight`, by the products of two weights."""
-    x, w_gate, w_up, *_ = arrays
-    [dx] = DX(options.giving(x), dgate, dup, w_gate, w_up)
-    if accumulators is None:
-        return dx, DWEIGHTS(options.giving(w_gate, w_up), x, dgate, dup), None
-    sums = op.accumulated(DWEIGHTS, ACCUMULATE, options, accumulators, x, dgate, dup)
-    return dx, (None, None), sums
 
 
 def _columns(options: GatedOptions) -> tuple[str, str]:
@@ -384,7 +344,7 @@ def _kept(v: Any, dtype: Any) -> Any:
 def kernel_projections(
     options: GatedOptions, x: Any, w_gate: Any, w_up: Any, b_gate: Any, b_up: Any
 ) -> Any:
-    """Both projections in fp32 without bias, after a first result of the shape of out."""
+    """Computes both projections in fp32 without bias, as :func:`_projected` returns them."""
     outs = launch(
         Product(False, False, WIDE, unchanged, "gated_fwd", options.one_weight),
         options.mode,
@@ -475,88 +435,6 @@ def reference_slopes(
     return (jnp.concatenate([dgate, dup], axis=-1), None) if options.one_weight else (dgate, dup)
 
 
-def kernel_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
-    outs = launch(
-        Product(False, True, options.dtypes, unchanged, "gated_dx"),
-        options.mode,
-        [flat(dgate), flat(dup)],
-        [w_gate.astype(dgate.dtype), w_up.astype(dgate.dtype)],
-    )
-    if outs is None:
-        return reference_dx(options, dgate, dup, w_gate, w_up)
-    return (outs[0].reshape(*dgate.shape[:-1], w_gate.shape[0]),)
-
-
-def reference_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> Any:
-    last = dgate.ndim - 1
-    parts = [
-        dot(options.precision, d, w.astype(d.dtype), last, 1, None)
-        for d, w in ((dgate, w_gate), (dup, w_up))
-    ]
-    return ((parts[0] + parts[1]).astype(options.dtypes[0]),)
-
-
-def faster_dx(options: GatedOptions, dgate: Any, dup: Any, w_gate: Any, w_up: Any) -> bool:
-    del options, dup, w_up
-    return faster("gated_dx", row_count(dgate), w_gate.shape[0], w_gate.shape[1])
-
-
-def kernel_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
-    product = Product(True, False, options.dtypes, unchanged, "gated_dweights")
-    outs = launch(product, options.mode, [flat(x)], [flat(dgate), flat(dup)])
-    return reference_dweights(options, x, dgate, dup) if outs is None else tuple(outs)
-
-
-def reference_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> Any:
-    return tuple(
-        dot(options.precision, flat(x), flat(d), 0, 0, jnp.dtype(t))
-        for d, t in zip((dgate, dup), options.dtypes, strict=True)
-    )
-
-
-def faster_dweights(options: GatedOptions, x: Any, dgate: Any, dup: Any) -> bool:
-    del options, dup
-    return faster("gated_dweights", x.shape[-1], dgate.shape[-1], row_count(x))
-
-
-def kernel_accumulate(
-    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
-) -> Any:
-    sums = launch(
-        Product(True, False, WIDE, unchanged, "gated_accumulate"),
-        options.mode,
-        [flat(x)],
-        [flat(dgate), flat(dup)],
-        accumulators=[of_gate, of_up],
-    )
-    if sums is None:
-        return reference_accumulate(options, of_gate, of_up, x, dgate, dup)
-    return tuple(sums)
-
-
-def reference_accumulate(
-    options: GatedOptions, of_gate: Any, of_up: Any, x: Any, dgate: Any, dup: Any
-) -> Any:
-    dw_gate, dw_up = reference_dweights(options, x, dgate, dup)
-    return of_gate + dw_gate, of_up + dw_up
-
-
-def faster_accumulate(options: GatedOptions, of_gate: Any, of_up: Any, x: Any, *rest: Any) -> bool:
-    del options, of_up, rest
-    return faster("gated_accumulate", of_gate.shape[0], of_gate.shape[1], row_count(x))
-
-
-def kernel_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
-    """xᵀ · dg and xᵀ · du alone; devices add them before the accumulators."""
-    del of_gate, of_up
-    return kernel_dweights(options, *arrays)
-
-
-def reference_added(options: GatedOptions, of_gate: Any, of_up: Any, *arrays: Any) -> Any:
-    del of_gate, of_up
-    return reference_dweights(options, *arrays)
-
-
 # Passes
 
 
@@ -581,49 +459,4 @@ SLOPES = KernelPass(
     ins=lambda options: (*_arguments(options), "... n"),
     outs=lambda options: (f"... {_columns(options)[0]}", "... n"),
     whole=lambda options: f"k {_columns(options)[1]}",
-)
-DX = KernelPass(
-    "gated_dx",
-    kernel=kernel_dx,
-    reference=reference_dx,
-    faster=faster_dx,
-    unfit=unfit_for_gpu,
-    ins=("... n", "... n", "k n", "k n"),
-    outs=("... k",),
-    partial=Partial(
-        options=GatedOptions.of_part,
-        finish=lambda options, dgate, dup, w_gate, w_up, dx: (dx.astype(options.dtypes[0]),),
-    ),
-)
-DWEIGHTS = KernelPass(
-    "gated_dweights",
-    kernel=kernel_dweights,
-    reference=reference_dweights,
-    faster=faster_dweights,
-    unfit=unfit_for_gpu,
-    ins=("... k", "... n", "... n"),
-    outs=("k n", "k n"),
-    partial=Partial(
-        options=GatedOptions.of_part,
-        finish=lambda options, x, dgate, dup, *sums: tuple(
-            s.astype(t) for s, t in zip(sums, options.dtypes, strict=True)
-        ),
-    ),
-)
-ACCUMULATE = KernelPass(
-    "gated_accumulate",
-    kernel=kernel_accumulate,
-    reference=reference_accumulate,
-    faster=faster_accumulate,
-    unfit=unfit_for_gpu,
-    ins=("k n", "k n", "... k", "... n", "... n"),
-    outs=("k n", "k n"),
-    partial=Partial(
-        kernel=kernel_added,
-        reference=reference_added,
-        finish=lambda options, of_gate, of_up, x, dgate, dup, *sums: (
-            of_gate + sums[0],
-            of_up + sums[1],
-        ),
-    ),
 )

@@ -465,16 +465,16 @@ class _ProductBlock:
         shared, out, n = self.shared, self.outs[o], self.outs[o].ref.shape[-1]
         (row, column), (r, c) = corner, self.tile.boxes[box]
         dtype = str(out.ref.dtype)
-        wide = shared.outs[dtype].shape[-1]
-        for b in range(0, BOX, wide):
+        columns = shared.outs[dtype].shape[-1]
+        for b in range(0, BOX, columns):
             slot = shared.outs[dtype].at[self.warpgroup, lax.rem(stored[dtype], 2)]
             stored[dtype] = stored[dtype] + 1
             # A narrow result skips most stores, so that a slot's store may be the last one.
-            plgpu.wait_smem_to_gmem(1 if n > wide else 0, wait_read_only=True)
-            value = result[:, b : b + wide].astype(out.ref.dtype)  # (64, wide)
+            plgpu.wait_smem_to_gmem(1 if n > columns else 0, wait_read_only=True)
+            value = result[:, b : b + columns].astype(out.ref.dtype)  # (64, columns)
             adds = o < self.held
             if adds and shared.held_slots is not None:
-                held = shared.held_slots.at[self.warpgroup, box, o * SLOTS_F32 + b // wide]
+                held = shared.held_slots.at[self.warpgroup, box, o * SLOTS_F32 + b // columns]
                 value, adds = value + plgpu.load(held, layout=plgpu.Layout.WGMMA), False
             slot[...] = value
             plgpu.commit_smem()
@@ -482,10 +482,10 @@ class _ProductBlock:
             store = functools.partial(
                 plgpu.copy_smem_to_gmem,
                 slot,
-                out.at(pl.ds(row + r, BOX), pl.ds(start, wide)),
+                out.at(pl.ds(row + r, BOX), pl.ds(start, columns)),
                 reduction_op="add" if adds else None,
             )
-            if n > wide:
+            if n > columns:
                 store()
             else:  # Mosaic drops the only box's index, and with it the TMA's clipping
                 pl.when(start == 0)(store)

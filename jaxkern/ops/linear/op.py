@@ -22,8 +22,7 @@ elements, and an accumulator 2·K·N in fp32.
 """
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +76,7 @@ def linear(
         ``"tanh"`` or ``None``.
       accumulator: (K, N), float32, the gradient of `weight` so far, or ``None``.
       accumulate_dtype: in which the devices' parts of a sum are rounded and added: of a split K in
-        the forward, of split rows in the weight's gradient, of a split N in that of `x`. float32,
+        the forward, of split rows in the weight's gradient, of a split N in dx. float32,
         or the dtype of `x` for half the bytes between devices. On one device all sums are in fp32
         until they are rounded to the result. With ``implementation="xla"`` the compiler decides.
       precision: of products of float32, as for ``jax.lax.dot_general``: ``"highest"`` for true
@@ -182,7 +181,7 @@ def accumulate_weight_grad(
     if mode == "xla":
         total = products.reference_accumulate(options, accumulator, x, dout)[0]
     else:
-        total = ACCUMULATE(options, accumulator, x, dout)[0]
+        total = BACKWARD[1].accumulate(options, accumulator, x, dout)[0]
     return named("accumulate_weight_grad", match_sharding(total, accumulator))
 
 
@@ -205,35 +204,42 @@ def _linear_bwd(options, res, dout):
     if options.activation is not None:
         times_slope = CURVES[options.activation](y.astype(jnp.float32), PLAIN)[1]
         dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
-    [dx] = DX(dataclasses.replace(options, dtype=str(dy.dtype)), dy, weight)
-    dweight = total = None
-    if accumulator is None:
-        [dweight] = DWEIGHT(dataclasses.replace(options, dtype=str(weight.dtype)), x, dy)
-    else:
-        [total] = accumulated(DWEIGHT, ACCUMULATE, options, (accumulator,), x, dy)
-    return (
-        match_primal(dx, x),
-        match_primal(dweight, weight),
-        match_primal(products.bias_gradient(dy, bias), bias),
-        match_primal(total, accumulator),
-    )
+    accumulators = None if accumulator is None else (accumulator,)
+    grads = gradients(options, x, (dy,), (weight,), (bias,), accumulators)
+    dx, [dweight], [dbias], totals = grads
+    return dx, dweight, dbias, None if totals is None else totals[0]
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 _linear_jit = jax.jit(_linear, static_argnums=4)
 
 
-def accumulated(
-    dweights: KernelPass, accumulate: KernelPass, options: Any, accumulators: Any, x: Any, *dys: Any
-) -> tuple[Any, ...]:
-    """accumulator + xᵀ · dy for each dy, summed over devices that have the same accumulator.
+def gradients(
+    options: LinearOptions, x: Any, dys: Any, weights: Any, biases: Any, accumulators: Any
+) -> tuple[Any, Any, Any, Any]:
+    """The backward of x · w for one weight, or for two with as many `dys`.
 
-    The pass `accumulate` computes it or, if there is a sum over devices, `dweights`.
+    Returns:
+      dx, tuples dweights (of ``None`` with accumulators) and dbiases, and the accumulators'
+      sums or ``None``.
     """
+    passes = BACKWARD[len(dys)]
+    [dx] = passes.dx(options.giving(dys[0].dtype), *dys, *weights)
+    dbiases = tuple(
+        match_primal(products.bias_gradient(d, b), b) for d, b in zip(dys, biases, strict=True)
+    )
+    matched = lambda values, like: tuple(map(match_primal, values, like))
+    if accumulators is None:
+        dweights = passes.dweight(options.giving(*(w.dtype for w in weights)), x, *dys)
+        return match_primal(dx, x), matched(dweights, weights), dbiases, None
+    options = options.giving(*["float32"] * len(dys))
     if any(products.varies_more(v, a) for v in (x, *dys) for a in accumulators):
-        pairs = zip(accumulators, dweights(options, x, *dys), strict=True)
-        return tuple(a + match_primal(dweight, a) for a, dweight in pairs)
-    return accumulate(options, *accumulators, x, *dys)
+        # Devices that have the same accumulator add their gradients to it.
+        sums = matched(passes.dweight(options, x, *dys), accumulators)
+        sums = [a + dweight for a, dweight in zip(accumulators, sums, strict=True)]
+    else:
+        sums = passes.accumulate(options, *accumulators, x, *dys)
+    return match_primal(dx, x), (None,) * len(weights), dbiases, matched(sums, accumulators)
 
 
 FORWARD = KernelPass(
@@ -251,49 +257,57 @@ FORWARD = KernelPass(
         finish=products.finish_forward,
     ),
 )
-DX = KernelPass(
-    "linear_dx",
-    kernel=products.kernel_dx,
-    reference=products.reference_dx,
-    faster=products.faster_dx,
-    unfit=products.unfit_for_gpu,
-    ins=("... n", "k n"),
-    outs=("... k",),
-    partial=Partial(
-        options=LinearOptions.of_part,
-        finish=lambda options, dy, weight, dx: (dx.astype(options.dtype),),
-    ),
-)
-DWEIGHT = KernelPass(
-    "linear_dweight",
-    kernel=products.kernel_dweight,
-    reference=products.reference_dweight,
-    faster=products.faster_dweight,
-    unfit=products.unfit_for_gpu,
-    ins=("... k", "... n"),
-    outs=("k n",),
-    partial=Partial(
-        options=LinearOptions.of_part,
-        finish=lambda options, x, dy, dweight: (dweight.astype(options.dtype),),
-    ),
-)
-ACCUMULATE = KernelPass(
-    "linear_accumulate",
-    kernel=products.kernel_accumulate,
-    reference=products.reference_accumulate,
-    faster=products.faster_accumulate,
-    unfit=products.unfit_for_gpu,
-    ins=("k n", "... k", "... n"),
-    outs=("k n",),
-    partial=Partial(
-        kernel=products.kernel_added,
-        reference=products.reference_added,
-        options=LinearOptions.of_part,
-        finish=lambda options, accumulator, x, dy, total: (
-            accumulator + total.astype(jnp.float32),
+
+
+class BackwardPasses(NamedTuple):
+    """The passes of dx, of the weights' gradients, and of their sums with accumulators."""
+
+    dx: KernelPass
+    dweight: KernelPass
+    accumulate: KernelPass
+
+
+def _backward(weights: int) -> BackwardPasses:
+    dx = KernelPass(
+        products.DX[weights - 1],
+        kernel=products.kernel_dx,
+        reference=products.reference_dx,
+        faster=products.faster_dx,
+        unfit=products.unfit_for_gpu,
+        ins=("... n",) * weights + ("k n",) * weights,
+        outs=("... k",),
+        partial=Partial(options=LinearOptions.of_part, finish=products.finish_dx),
+    )
+    dweight = KernelPass(
+        products.DWEIGHT[weights - 1],
+        kernel=products.kernel_dweight,
+        reference=products.reference_dweight,
+        faster=products.faster_dweight,
+        unfit=products.unfit_for_gpu,
+        ins=("... k",) + ("... n",) * weights,
+        outs=("k n",) * weights,
+        partial=Partial(options=LinearOptions.of_part, finish=products.finish_dweight),
+    )
+    accumulate = KernelPass(
+        products.ACCUMULATE[weights - 1],
+        kernel=products.kernel_accumulate,
+        reference=products.reference_accumulate,
+        faster=products.faster_accumulate,
+        unfit=products.unfit_for_gpu,
+        ins=("k n",) * weights + ("... k",) + ("... n",) * weights,
+        outs=("k n",) * weights,
+        partial=Partial(
+            kernel=products.kernel_added,
+            reference=products.reference_added,
+            options=LinearOptions.of_part,
+            finish=products.finish_accumulate,
         ),
-    ),
-)
+    )
+    return BackwardPasses(dx, dweight, accumulate)
+
+
+BACKWARD = {weights: _backward(weights) for weights in (1, 2)}
+"""By the number of weights that multiply the same x."""
 
 
 # A norm and the linear layer after it. The backward normalises again instead of keeping the result.
@@ -339,13 +353,10 @@ def rms_norm_linear(
       >>> jaxkern.rms_norm_linear(x, jnp.ones(64), w).shape
       (2, 8, 128)
     """
-    norm = functools.partial(
-        rms_norm, eps=eps, weight_offset=weight_offset, implementation=implementation
-    )
-    product = functools.partial(
-        linear, activation=activation, precision=precision, implementation=implementation
-    )
-    out = _normed(norm, product, x=x, weight=weight, bias=bias, w=w, b=b)
+    of_norm = {"eps": eps, "weight_offset": weight_offset}
+    of_linear = {"activation": activation, "precision": precision}
+    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
+    out = _normed(rms_norm, of_norm, of_linear, implementation, arrays)
     return named("rms_norm_linear", out)
 
 
@@ -373,21 +384,21 @@ def layer_norm_linear(
       >>> jaxkern.layer_norm_linear(x, jnp.ones(64), jnp.zeros(64), w).shape
       (2, 8, 128)
     """
-    norm = functools.partial(
-        layer_norm, eps=eps, weight_offset=weight_offset, implementation=implementation
-    )
-    product = functools.partial(
-        linear, activation=activation, precision=precision, implementation=implementation
-    )
-    out = _normed(norm, product, x=x, weight=weight, bias=bias, w=w, b=b)
+    of_norm = {"eps": eps, "weight_offset": weight_offset}
+    of_linear = {"activation": activation, "precision": precision}
+    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
+    out = _normed(layer_norm, of_norm, of_linear, implementation, arrays)
     return named("layer_norm_linear", out)
 
 
-def _normed(norm: Any, product: Any, **arrays: Any) -> jax.Array:
+def _normed(
+    norm: Any, of_norm: Any, of_linear: Any, implementation: Any, arrays: dict[str, Any]
+) -> jax.Array:
     """A product after a norm, the result of which the backward computes again."""
 
     def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
-        return product(norm(x, weight, bias), w, b)
+        normed = norm(x, weight, bias, **of_norm, implementation=implementation)
+        return linear(normed, w, b, **of_linear, implementation=implementation)
 
     # ``jax.checkpoint`` takes nothing but arrays, and its errors do not name them.
     checked = (None if a is None else check_floating(name, a) for name, a in arrays.items())

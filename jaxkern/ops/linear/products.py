@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ class LinearOptions:
       precision: precision of fp32 products, as for ``jax.lax.dot_general``.
       accumulate_dtype: dtype of the partial products that devices add.
       mode: mode from :func:`jaxkern.core.dispatch.resolve`.
-      dtype: dtype of a computed gradient.
+      dtypes: dtypes of the computed gradients, one for each.
     """
 
     activation: str | None
@@ -46,11 +47,15 @@ class LinearOptions:
     precision: Any
     accumulate_dtype: str
     mode: Mode
-    dtype: str = "float32"
+    dtypes: tuple[str, ...] = ("float32",)
+
+    def giving(self, *dtypes: Any) -> "LinearOptions":
+        """Options of gradients with these dtypes."""
+        return dataclasses.replace(self, dtypes=tuple(map(str, dtypes)))
 
     def of_part(self) -> "LinearOptions":
         """Options of the products that devices add."""
-        return dataclasses.replace(self, dtype=self.accumulate_dtype)
+        return self.giving(*[self.accumulate_dtype] * len(self.dtypes))
 
 
 def in_epilogue() -> Functions:
@@ -118,7 +123,7 @@ def _product(precision: Any, x: Any, weight: Any, dtype: Any) -> Any:
 
 def kernel_product(options: LinearOptions, x: Any, weight: Any, bias: Any) -> Any:
     """x · w alone, twice where the forward pass has two results."""
-    product = Product(False, False, (options.dtype,), unchanged, "linear_fwd")
+    product = Product(False, False, options.dtypes, unchanged, "linear_fwd")
     outs = launch(product, options.mode, [flat(x)], [weight.astype(x.dtype)])
     if outs is None:
         return reference_product(options, x, weight, bias)
@@ -128,7 +133,7 @@ def kernel_product(options: LinearOptions, x: Any, weight: Any, bias: Any) -> An
 
 def reference_product(options: LinearOptions, x: Any, weight: Any, bias: Any) -> Any:
     del bias
-    out = _product(options.precision, x, weight.astype(x.dtype), jnp.dtype(options.dtype))
+    out = _product(options.precision, x, weight.astype(x.dtype), jnp.dtype(options.dtypes[0]))
     return out, out if options.save else None
 
 
@@ -141,69 +146,108 @@ def _forward_name(options: LinearOptions) -> str:
     return "linear_fwd" if options.activation in _OF_CUBLAS else "linear_activation_fwd"
 
 
-# dy · wᵀ
+# dy · wᵀ, xᵀ · dy, and the latter added to an accumulator: of a linear layer, or of a gated unit's
+# two weights, whose products are summed or share x
+
+DX = ("linear_dx", "gated_dx")
+DWEIGHT = ("linear_dweight", "gated_dweights")
+ACCUMULATE = ("linear_accumulate", "gated_accumulate")
+"""Kernel names for one weight and for two."""
 
 
-def kernel_dx(options: LinearOptions, dy: Any, weight: Any) -> tuple[Any]:
-    product = Product(False, True, (options.dtype,), unchanged, "linear_dx")
-    outs = launch(product, options.mode, [flat(dy)], [weight.astype(dy.dtype)])
+def kernel_dx(options: LinearOptions, *arrays: Any) -> Any:
+    dys, weights = _halves(arrays)
+    product = Product(False, True, options.dtypes, unchanged, DX[len(dys) - 1])
+    weights = [w.astype(d.dtype) for w, d in zip(weights, dys, strict=True)]
+    outs = launch(product, options.mode, [flat(d) for d in dys], weights)
     if outs is None:
-        return reference_dx(options, dy, weight)
-    return (outs[0].reshape(*dy.shape[:-1], weight.shape[0]),)
+        return reference_dx(options, *arrays)
+    return (outs[0].reshape(*dys[0].shape[:-1], weights[0].shape[0]),)
 
 
-def reference_dx(options: LinearOptions, dy: Any, weight: Any) -> tuple[Any]:
-    weight = weight.astype(dy.dtype)
-    return (dot(options.precision, dy, weight, dy.ndim - 1, 1, jnp.dtype(options.dtype)),)
+def reference_dx(options: LinearOptions, *arrays: Any) -> Any:
+    dys, weights = _halves(arrays)
+    [dtype] = options.dtypes
+    summed = jnp.dtype(dtype) if len(dys) == 1 else None
+    parts = [
+        dot(options.precision, d, w.astype(d.dtype), d.ndim - 1, 1, summed)
+        for d, w in zip(dys, weights, strict=True)
+    ]
+    return (functools.reduce(operator.add, parts).astype(dtype),)
 
 
-def faster_dx(options: LinearOptions, dy: Any, weight: Any) -> bool:
+def finish_dx(options: LinearOptions, *arrays_and_dx: Any) -> Any:
+    return (arrays_and_dx[-1].astype(options.dtypes[0]),)
+
+
+def faster_dx(options: LinearOptions, *arrays: Any) -> bool:
     del options
-    return faster("linear_dx", row_count(dy), weight.shape[0], weight.shape[1])
+    dys, weights = _halves(arrays)
+    return faster(DX[len(dys) - 1], row_count(dys[0]), *weights[0].shape)
 
 
-# xᵀ · dy, alone and added to an accumulator
+def _halves(arrays: Any) -> tuple[Any, Any]:
+    return arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
 
 
-def kernel_dweight(options: LinearOptions, x: Any, dy: Any) -> tuple[Any]:
-    product = Product(True, False, (options.dtype,), unchanged, "linear_dweight")
-    outs = launch(product, options.mode, [flat(x)], [flat(dy)])
-    return reference_dweight(options, x, dy) if outs is None else (outs[0],)
+def kernel_dweight(options: LinearOptions, x: Any, *dys: Any) -> Any:
+    product = Product(True, False, options.dtypes, unchanged, DWEIGHT[len(dys) - 1])
+    outs = launch(product, options.mode, [flat(x)], [flat(d) for d in dys])
+    return reference_dweight(options, x, *dys) if outs is None else tuple(outs)
 
 
-def reference_dweight(options: LinearOptions, x: Any, dy: Any) -> tuple[Any]:
-    return (dot(options.precision, flat(x), flat(dy), 0, 0, jnp.dtype(options.dtype)),)
+def reference_dweight(options: LinearOptions, x: Any, *dys: Any) -> Any:
+    return tuple(
+        dot(options.precision, flat(x), flat(d), 0, 0, jnp.dtype(dtype))
+        for d, dtype in zip(dys, options.dtypes, strict=True)
+    )
 
 
-def faster_dweight(options: LinearOptions, x: Any, dy: Any) -> bool:
+def finish_dweight(options: LinearOptions, x: Any, *dys_and_dweights: Any) -> Any:
+    del x
+    dweights = zip(_halves(dys_and_dweights)[1], options.dtypes, strict=True)
+    return tuple(dweight.astype(dtype) for dweight, dtype in dweights)
+
+
+def faster_dweight(options: LinearOptions, x: Any, *dys: Any) -> bool:
     del options
-    return faster("linear_dweight", x.shape[-1], dy.shape[-1], row_count(x))
+    return faster(DWEIGHT[len(dys) - 1], x.shape[-1], dys[0].shape[-1], row_count(x))
 
 
-def kernel_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    product = Product(True, False, ("float32",), unchanged, "linear_accumulate")
-    sums = launch(product, options.mode, [flat(x)], [flat(dy)], accumulators=[accumulator])
-    return reference_accumulate(options, accumulator, x, dy) if sums is None else (sums[0],)
+def kernel_accumulate(options: LinearOptions, *arrays: Any) -> Any:
+    accumulators, (x, *dys) = _halves(arrays)
+    product = Product(True, False, ("float32",) * len(dys), unchanged, ACCUMULATE[len(dys) - 1])
+    dys = [flat(d) for d in dys]
+    sums = launch(product, options.mode, [flat(x)], dys, accumulators=accumulators)
+    return reference_accumulate(options, *arrays) if sums is None else tuple(sums)
 
 
-def reference_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    return (accumulator + match_sharding(reference_dweight(options, x, dy)[0], accumulator),)
+def reference_accumulate(options: LinearOptions, *arrays: Any) -> Any:
+    accumulators, rest = _halves(arrays)
+    dweights = zip(accumulators, reference_dweight(options, *rest), strict=True)
+    return tuple(a + match_sharding(d, a) for a, d in dweights)
 
 
-def faster_accumulate(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> bool:
+def faster_accumulate(options: LinearOptions, *arrays: Any) -> bool:
     del options
-    return faster("linear_accumulate", accumulator.shape[0], accumulator.shape[1], row_count(x))
+    accumulators, (x, *dys) = _halves(arrays)
+    rows, columns = accumulators[0].shape
+    return faster(ACCUMULATE[len(dys) - 1], rows, columns, row_count(x))
 
 
-def kernel_added(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
+def kernel_added(options: LinearOptions, *arrays: Any) -> Any:
     """xᵀ · dy alone; devices add it before the accumulator."""
-    del accumulator
-    return kernel_dweight(options, x, dy)
+    return kernel_dweight(options, *_halves(arrays)[1])
 
 
-def reference_added(options: LinearOptions, accumulator: Any, x: Any, dy: Any) -> tuple[Any]:
-    del accumulator
-    return reference_dweight(options, x, dy)
+def reference_added(options: LinearOptions, *arrays: Any) -> Any:
+    return reference_dweight(options, *_halves(arrays)[1])
+
+
+def finish_accumulate(options: LinearOptions, *arrays_and_sums: Any) -> Any:
+    count = len(options.dtypes)
+    pairs = zip(arrays_and_sums[:count], arrays_and_sums[-count:], strict=True)
+    return tuple(accumulator + total.astype(jnp.float32) for accumulator, total in pairs)
 
 
 def bias_gradient(dy: Any, bias: Any) -> Any:
@@ -240,19 +284,19 @@ def launch(
         return jnp.pad(v, [(0, size - s) for s, size in zip(v.shape, sizes, strict=True)])
 
     k_first = product.lhs_transposed and not product.rhs_transposed
-    deep = _fitting(k, _ROWS if k_first else _COLUMNS)
-    high = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
-    wide = _fitting(n, _COLUMNS)
-    a_shape = (deep, high) if product.lhs_transposed else (high, deep)
-    b_shape = (wide, deep) if product.rhs_transposed else (deep, wide)
+    k_fit = _fitting(k, _ROWS if k_first else _COLUMNS)
+    m_fit = _fitting(m, _COLUMNS if product.lhs_transposed else _ROWS)
+    n_fit = _fitting(n, _COLUMNS)
+    a_shape = (k_fit, m_fit) if product.lhs_transposed else (m_fit, k_fit)
+    b_shape = (n_fit, k_fit) if product.rhs_transposed else (k_fit, n_fit)
     outs = matmul(
         product,
         tile,
         [padded(a, *a_shape) for a in lhs],
         [padded(b, *b_shape) for b in rhs],
         [padded(r, -(-n // _COLUMNS) * _COLUMNS) for r in rows],
-        [padded(t, high, wide) for t in tiles],
-        [padded(a, high, wide) for a in accumulators],
+        [padded(t, m_fit, n_fit) for t in tiles],
+        [padded(a, m_fit, n_fit) for a in accumulators],
     )
     return [out if out.shape[:: out.ndim - 1] == (m, n) else out[:m, ..., :n] for out in outs]
 

@@ -146,7 +146,7 @@ MEASURED: dict[str, tuple[Measured, ...]] = {
         Measured(4096, 11008, 2048, _TWO_PRODUCTS, faster=True),
     ),
 }
-"""By kernel name."""
+"""Measurements by kernel name."""
 
 
 def faster(name: str, m: int, n: int, k: int) -> bool:
@@ -170,7 +170,7 @@ def tile_for(name: str, mode: Mode, m: int, n: int, k: int) -> ProductTile | Non
 def _unmeasured(name: str, m: int, n: int) -> ProductTile:
     """Largest tile that leaves work for all multiprocessors."""
     two_products = name in ("gated_fwd", "gated_bwd", "gated_dweights", "gated_accumulate")
-    wide = 128 if two_products else 256
-    if two_products or -(-m // 128) * -(-n // wide) >= num_sms():
-        return ProductTile(128, wide, 64, 4, "rhs" if m > 128 else None)
+    columns = 128 if two_products else 256
+    if two_products or -(-m // 128) * -(-n // columns) >= num_sms():
+        return ProductTile(128, columns, 64, 4, "rhs" if m > 128 else None)
     return ProductTile(128, 128, 64, 4, None)

@@ -69,7 +69,7 @@ _COPIED = "a", "b", "x", "dout", "before", "entered"
 class LinearScanPlan:
     """The static sizes of a call, and a block's accesses to its arrays.
 
-    Step k of chunk c is step c · steps + k in the order of the recurrence, which is that of memory
+    Step k of chunk c is step c · steps + k in the order of the recurrence, which is memory order
     unless `reverse`. The last `tail` steps, where they fill no chunk, are the last of a chunk that
     overlaps the one before.
     """
@@ -280,7 +280,7 @@ class LinearScanPlan:
 
 
 def _plan(options: LinearScanOptions, a: Any, b: Any, arrays: int, packed: bool) -> LinearScanPlan:
-    """Cuts the call so that a pass of so many `arrays`, read and written, is fastest."""
+    """Chooses the parts for a pass that reads and writes `arrays` arrays."""
     tile = options.tiles or tiles(a, b)
     batch, length, dim = a.shape
     scan = LinearScanPlan(

@@ -23,8 +23,8 @@ backward, both passes wait for memory alone. Where batch rows and channels are t
 GPU, the sequence is cut into parts, at 2 more in either pass.
 
 Where a sequence is split between devices, each finds the product of its a and its last state from
-zero; one all-gather brings those of all devices, from which each finds the state that its part
-begins with. The backward does the same from the end to the start. A pass that finds carries reads 2
+zero; one all-gather collects them from all devices, and each computes the state before its
+part. The backward does the same from the end to the start. A pass that finds carries reads 2
 arrays: at L = 262,144 a device and D = 1024 in bf16 an array is 0.54 GB. A kernel that cuts its
 part reads 2 more in either direction, 16 in all; :class:`jaxkern.ops.sections.Sections` leave 12,
 as on one device. To scan from zeros and correct the output, by the product of a, takes 3.
@@ -38,7 +38,7 @@ Simplified State Space Layers for Sequence Modeling, 2022, arXiv:2208.04933.
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ import numpy as np
 
 from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import is_first, is_last, on_all, only_if
@@ -64,28 +64,7 @@ from jaxkern.ops.linear_scan.tiles import LinearScanOptions
 from jaxkern.ops.sections import Decays, Sections, sequences, unless_multiple
 
 
-@overload
-def linear_scan(
-    a: jax.Array,
-    b: jax.Array,
-    *,
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    reverse: bool = False,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def linear_scan(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def linear_scan(
     a: jax.Array,
     b: jax.Array,
@@ -97,7 +76,7 @@ def linear_scan(
     reverse: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run a diagonal linear recurrence along time.
 
     .. math:: h_t = a_t \, h_{t-1} + b_t
@@ -129,15 +108,9 @@ def linear_scan(
       b: (B, L, D), any of those dtypes.
       initial_state: (B, D), or with `num_segments` (B, S, D), any of those dtypes, the state before
         the first step; ``None`` stands for zeros.
-      return_final_state: whether to return the state after the last step, too.
-      segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a step whose id is not that of the step before. `initial_state` is for the first.
-      num_segments: S, for segments that each have an initial and a final state: of the segment with
-        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
-        begins from zeros, and so does one whose id comes back after another.
+      return_final_state, segment_ids, num_segments, sequence_axis: as for
+        :func:`jaxkern.selective_scan`.
       reverse: whether time runs from the end to the start.
-      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
-        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
         the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
         elsewhere.
@@ -182,7 +155,11 @@ def linear_scan(
     count = segments.check_num_segments(num_segments, segment_ids, over)
     if segment_ids is not None:
         segment_ids = segments.check_segment_ids(segment_ids, a.shape[:2], count, "a")
-    initial_state = _check_initial_state(initial_state, a, b, count)
+    initial_state = segments.check_states(
+        initial_state, a.shape[0], count, a.shape[2:], "(B, D) of a", _check_inexact
+    )
+    if initial_state is not None:
+        _check_complex("initial_state", initial_state, b)
     reason = unfit(a=a, b=b, initial_state=initial_state)
     mode = resolve(implementation, reason, op="linear_scan")
     final = return_final_state and count is None
@@ -216,16 +193,6 @@ def _check(a: Any, b: Any) -> tuple[jax.Array, jax.Array]:
         raise ValueError(f"b must have shape {a.shape} = (B, L, D) of a; got {b.shape}")
     _check_complex("a", a, b)
     return a, b
-
-
-def _check_initial_state(state: Any, a: jax.Array, b: jax.Array, count: int | None) -> Any:
-    if state is None:
-        return None
-    state = _check_inexact("initial_state", state)
-    meaning = "(B, D) of a" if count is None else "(B, S, D) of a and num_segments"
-    segments.check_states(state, a.shape[0], count, a.shape[2:], meaning)
-    _check_complex("initial_state", state, b)
-    return state
 
 
 def _check_inexact(name: str, x: Any) -> jax.Array:

@@ -62,7 +62,7 @@ def _starts(entered: Any, initial_state: Any, acc: Any) -> tuple[Any, Any]:
 
 
 def associative(reverse: bool, a: Any, b: Any, initial_state: Any, entered: Any = None) -> Any:
-    """All states, by an associative scan."""
+    """Computes all states by an associative scan."""
     given = () if initial_state is None else (initial_state,)
     acc = jnp.result_type(jnp.float32, a, b, *given)
     first, dtype = -1 if reverse else 0, b.dtype

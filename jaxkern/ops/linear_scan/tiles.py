@@ -10,7 +10,7 @@ from jaxkern.mosaic.launch import LANES, num_sms
 
 @dataclasses.dataclass(frozen=True)
 class LinearScanTiles:
-    """How a sequence is spread over the GPU.
+    """Distribution of a sequence over the GPU.
 
     Attributes:
       steps: of a chunk, which is copied at once, and from one saved state to the next.

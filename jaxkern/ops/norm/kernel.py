@@ -41,7 +41,7 @@ from jaxkern.ops.norm.tiles import TMA_BOX, NormBackwardTile, NormForwardTile
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class NormBlock:
     """The arrays, registers and position of one block of a kernel.
 
     Attributes:
@@ -70,7 +70,7 @@ class Block:
     def curve_functions(self) -> Functions:
         return kernel_functions(self.options.x_dtype == "float32", self.regs.layout)
 
-    def wide(self, x: Any) -> Any:
+    def fp32(self, x: Any) -> Any:
         """A window in fp32, None for None."""
         if x is None:
             return None
@@ -89,7 +89,7 @@ class TileStream:
       steps: how many tiles the block goes through.
     """
 
-    def __init__(self, block: Block, names: list[str]):
+    def __init__(self, block: NormBlock, names: list[str]):
         self.block, self.tile = block, block.tile
         self.names = [name for name in names if getattr(block.ref, name) is not None]
         tile = block.tile
@@ -108,7 +108,7 @@ class TileStream:
             self.steps = jnp.clip(self.steps, 0, longest)
 
     def index(self, k: Any) -> Any:
-        """Which tile of the group is the block's `k`-th."""
+        """Index in the group of the block's `k`-th tile."""
         return self.first + k * self.stride
 
     def row(self, k: Any) -> Any:
@@ -124,7 +124,7 @@ class TileStream:
             pl.loop(0, self.tile.stages)(self._fetch)
 
     def wait(self, k: Any) -> None:
-        """Until the `k`-th tile is in its stage."""
+        """Waits until the `k`-th tile is in its stage."""
         if self.tile.stages:
             wait_for_copy(self._barrier(self._stage(k)), self.tile.stages - 1)
 
@@ -164,9 +164,9 @@ class TileStream:
         block, regs = self.block, self.block.regs
         if self.tile.stages:
             stage = getattr(block.smem, name).at[regs.warpgroup, self._stage(k) + zero]
-            return block.wide(regs.load_stage(stage, j))
+            return block.fp32(regs.load_stage(stage, j))
         ref = getattr(block.ref, name)
-        return block.wide(regs.load(ref, self.row(k) + zero, block.group, j))
+        return block.fp32(regs.load(ref, self.row(k) + zero, block.group, j))
 
 
 def ring_scratch(
@@ -191,7 +191,7 @@ def ring_scratch(
 class Params:
     """w + o and b of a block's windows in fp32, from where the tile keeps them."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: NormBlock):
         self.block, regs = block, block.regs
         for name in ("weight", "bias"):
             kept = self._in_shared_memory(name)
@@ -219,7 +219,7 @@ class Params:
         if ref is None:
             return None
         if kept is not None:
-            return block.wide(regs.load_window(kept.at[regs.warpgroup, j + zero]))
+            return block.fp32(regs.load_window(kept.at[regs.warpgroup, j + zero]))
         return regs.load_param(ref, block.group + zero, j)
 
     def _in_shared_memory(self, name: str) -> Any:
@@ -243,7 +243,7 @@ def param_scratch(
 
 
 def launch(
-    kernel: Callable[[Block], None],
+    kernel: Callable[[NormBlock], None],
     name: str,
     options: NormOptions,
     tile: NormForwardTile | NormBackwardTile,
@@ -257,7 +257,7 @@ def launch(
     """Runs `kernel` in every block; its outputs by name, shaped as `outs`.
 
     Args:
-      kernel: gets the :class:`Block`.
+      kernel: gets the :class:`NormBlock`.
       name: the kernel's.
       options, tile: of the pass.
       inputs: the pass's arrays by name, None where absent.
@@ -282,7 +282,7 @@ def launch(
         regs, index = rows.registers(space), lax.axis_index(_CLUSTER)
         named = dict(zip([*arrays, *made], refs, strict=True))
         kernel(
-            Block(
+            NormBlock(
                 options=options,
                 tile=tile,
                 regs=regs,
@@ -302,7 +302,7 @@ def launch(
         grid=(tile.num_clusters(m) * groups,),
         grid_names=(_CLUSTER,),
         kernel_name=name,
-        # Exponentials, where there are, are those of the fast units.
+        # Exponentials, if any, use the fast units.
         approx_math=any(curve not in (None, *WITHOUT_EXPONENTIALS) for curve in used),
         **rows.launch,
     )(*arrays.values())
@@ -399,7 +399,7 @@ class _ForwardWindow(NamedTuple):
     h: Any
 
 
-def _fwd_kernel(block: Block) -> None:
+def _fwd_kernel(block: NormBlock) -> None:
     run = _Forward(block)
     if not block.tile.clusters:
         run.one_tile()
@@ -412,7 +412,7 @@ def _fwd_kernel(block: Block) -> None:
 class _Forward:
     """The forward of a block; `k` is the number of a tile among the block's."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: NormBlock):
         self.block, self.options, self.regs = block, block.options, block.regs
         self.stream = TileStream(block, _FORWARD_STREAMS)
         self.curves = block.curve_functions
@@ -465,7 +465,7 @@ class _Forward:
         if self.block.ref.residual is not None:
             dtype = self.block.ref.h.dtype
             h = [(a + b).astype(dtype) for a, b in zip(x, residual, strict=True)]
-            x = [self.block.wide(v) for v in h]
+            x = [self.block.fp32(v) for v in h]
         v = [gated_input(self.options, *pair, self.curves) for pair in zip(x, gate, strict=True)]
         return [_ForwardWindow(*parts) for parts in zip(v, gate, h, strict=True)]
 
@@ -475,7 +475,7 @@ class _Forward:
         self.regs.send_statistics(k, [w.v for w in held], self.options.centered)
 
     def _finish(self, k: Any, held: list[_ForwardWindow]) -> None:
-        """From the windows of a tile in registers to its output."""
+        """Computes the output of a tile from its windows in registers."""
         found = self.regs.statistics(k, [w.v for w in held], self.options.centered)
         mean, rstd = self._store_statistics(k, *found)
         self.stream.refill(k)
@@ -568,9 +568,9 @@ def launch_bwd(
 
 
 class _BackwardWindow(NamedTuple):
-    """What the backward computes of a window, in fp32, None where absent.
+    """Values that the backward computes for a window, in fp32, None where absent.
 
-    (rows, size) of short rows, (size,) of a long one; the names are those of the equations in
+    (rows, size) of short rows, (size,) of a long one; the names are from the equations in
     :mod:`jaxkern.ops.norm.op`, d = v − mean.
     """
 
@@ -583,11 +583,11 @@ class _BackwardWindow(NamedTuple):
     gate: Any
 
 
-def _bwd_kernel(block: Block) -> None:
+def _bwd_kernel(block: NormBlock) -> None:
     _Backward(block).run()
 
 
-class _Tile(NamedTuple):
+class _TileStatistics(NamedTuple):
     """A tile and its statistics, which are (rows,) of short rows and scalars of a long one.
 
     Attributes:
@@ -607,7 +607,7 @@ class _Tile(NamedTuple):
 class _Backward:
     """The backward of a block."""
 
-    def __init__(self, block: Block):
+    def __init__(self, block: NormBlock):
         self.block, self.options, self.regs = block, block.options, block.regs
         self.stream = TileStream(block, _BACKWARD_STREAMS)
         self.curves = block.curve_functions
@@ -643,7 +643,7 @@ class _Backward:
         else:
             following = self._load_statistics(k + 1)  # on their way during this tile
         rstd, *mean = statistics
-        tile = _Tile(
+        tile = _TileStatistics(
             k,
             row,
             rstd_of_row=rstd,
@@ -662,7 +662,7 @@ class _Backward:
             self.stream.refill(k)
         return following, tuple(dweight), tuple(dbias)
 
-    def _add(self, tile: _Tile, dweight: list[Any], dbias: list[Any]) -> Any:
+    def _add(self, tile: _TileStatistics, dweight: list[Any], dbias: list[Any]) -> Any:
         """Adds to dw and db; the lanes' sums of g · x̂ and of g, and the windows, if kept."""
         regs, stream, m = self.regs, self.stream, self.block.m
         pinned = functools.partial(computed_here, layout=regs.layout)
@@ -684,7 +684,7 @@ class _Backward:
             kept.append(w if self.block.tile.keep else None)
         return lane_sums, kept
 
-    def _store_dx(self, tile: _Tile, row_sums: list[Any], kept: list[Any]) -> None:
+    def _store_dx(self, tile: _TileStatistics, row_sums: list[Any], kept: list[Any]) -> None:
         """Stores dx, dresidual and the gradient of a gate that comes first.
 
         dv = rstd · (g − mean(g) − x̂ · mean(g · x̂)) = rstd · g − (slope · d + offset)
@@ -707,7 +707,7 @@ class _Backward:
             if ref.dresidual is not None:
                 self._store(ref.dresidual, tile, j, dx)
 
-    def _compute(self, tile: _Tile, j: int) -> _BackwardWindow:
+    def _compute(self, tile: _TileStatistics, j: int) -> _BackwardWindow:
         # Added to an index, a zero that the compiler does not know keeps reads where they are:
         # hoisted, they would take registers.
         zero = 0 if self.block.tile.keep else unknown_zero()
@@ -727,7 +727,7 @@ class _Backward:
         refs = (ref.rstd, ref.mean) if self.options.centered else (ref.rstd,)
         return tuple(self.regs.load_stat(r, row, group) for r in refs)
 
-    def _store(self, ref: Any, tile: _Tile, j: int, value: Any) -> None:
+    def _store(self, ref: Any, tile: _TileStatistics, j: int, value: Any) -> None:
         self.regs.store(ref, tile.row, self.block.group, j, value)
 
 
@@ -744,8 +744,8 @@ def sum_over_clusters(
 ) -> list[jax.Array]:
     """Each of `partials`, (P, G, N) fp32, summed over its first axis in a fixed order: (G, N).
 
-    A block takes 32 to 128 columns. Each of its warpgroups sums every so many tiles of rows, in
-    registers, and the first adds up what all have put into shared memory.
+    A block takes 32 to 128 columns. Each of its warpgroups sums an interleaved share of
+    the tiles of rows in registers, and the first adds up the sums through shared memory.
     """
     if not partials:
         return []

@@ -30,7 +30,7 @@ and Hinton, Layer Normalization, 2016, arXiv:1607.06450; for the gate and the gr
 Transformers are SSMs, 2024, arXiv:2405.21060.
 """
 
-from typing import Any, overload
+from typing import Any
 
 import jax
 
@@ -42,7 +42,7 @@ from jaxkern.core.arguments import (
     unfit,
 )
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, residual_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.mosaic.launch import LANES
@@ -57,29 +57,7 @@ from jaxkern.ops.norm.reference import (
 )
 
 
-@overload
-def rms_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
-    residual: None = None,
-    activation: Activation | None = None,
-    gate: jax.Array | None = None,
-    gate_activation: Activation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def rms_norm(*args: Any, residual: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@residual_op
 def rms_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
@@ -94,7 +72,7 @@ def rms_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Normalise the last axis of `x` by its root mean square.
 
     .. math:: y = \frac{x}{\sqrt{\operatorname{mean}(x^2) + \epsilon}} \cdot (w + o) + b
@@ -105,9 +83,10 @@ def rms_norm(
 
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
     rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
-    are kept. A row with a NaN or an infinity does not touch the others' results or gradients (but
-    for those of `weight` and `bias`, which sum over rows). Squares overflow beyond 1e19, which bf16
-    and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every run.
+    are kept. A row with a NaN or an infinity does not touch the others' results or gradients,
+    except the gradients of `weight` and `bias`, which sum over rows. Squares overflow beyond 1e19,
+    which bf16 and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every
+    run.
 
     On a mesh, the rows may be split between devices in any way. So may the last axis: devices then
     add up the sums of each row, in plain JAX. For ``"mosaic"`` it is gathered.
@@ -154,46 +133,12 @@ def rms_norm(
       Zhang and Sennrich, `Root Mean Square Layer Normalization
       <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
-    return _norm(
-        "rms_norm",
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        activation=activation,
-        gate=gate,
-        gate_activation=gate_activation,
-        norm_before_gate=norm_before_gate,
-        group_size=group_size,
-        implementation=implementation,
-    )
+    arrays = x, weight, bias, residual, gate
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    return _norm("rms_norm", arrays, settings, implementation)
 
 
-@overload
-def layer_norm(
-    x: jax.Array,
-    weight: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    *,
-    eps: float = 1e-5,
-    weight_offset: float = 0.0,
-    residual: None = None,
-    activation: Activation | None = None,
-    gate: jax.Array | None = None,
-    gate_activation: Activation = "silu",
-    norm_before_gate: bool = True,
-    group_size: int | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def layer_norm(*args: Any, residual: jax.Array, **options: Any) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@residual_op
 def layer_norm(
     x: jax.Array,
     weight: jax.Array | None = None,
@@ -208,53 +153,32 @@ def layer_norm(
     norm_before_gate: bool = True,
     group_size: int | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Normalise the last axis of `x` to mean 0 and variance 1.
 
     .. math:: y = \frac{x - \operatorname{mean}(x)}{\sqrt{\operatorname{var}(x) + \epsilon}}
         \cdot (w + o) + b
 
-    With `residual`, x + residual takes the place of x and is returned, too; with `activation`, the
-    result is f(y); with `gate`, it is multiplied by s(gate), or the input is, s being
-    `gate_activation`.
-
     Mean, variance and the products are computed in fp32, whatever the dtypes, the variance from
-    the differences to the mean, so that a large mean does it no harm; the result is rounded once,
-    to the dtype of `x`. For the backward, the arguments and two fp32 numbers per row are kept. A
-    row with a NaN or an infinity does not touch the others' results or gradients (but for those of
-    `weight` and `bias`, which sum over rows). Where squares of the differences overflow, beyond
-    1e19, which bf16 and float32 hold, a row becomes `bias`. The bits are the same on every run.
-
-    On a mesh, the rows may be split between devices in any way. So may the last axis: devices then
-    add up the sums of each row, in plain JAX. For ``"mosaic"`` it is gathered.
+    the differences to the mean, so that a large mean does it no harm. For the backward, the
+    arguments and two fp32 numbers per row are kept. Where squares of the differences overflow,
+    beyond 1e19, which bf16 and float32 hold, a row becomes `bias`. The rest is as for
+    :func:`rms_norm`: rounding, `residual`, `gate`, a NaN in a row, meshes.
 
     Args:
       x: (..., N), bfloat16, float16 or float32.
-      weight: (N,), any of those dtypes; ``None`` stands for ones, without `weight_offset`.
-      bias: (N,), any of those dtypes; ``None`` stands for zeros.
+      weight, bias: (N,), any of those dtypes, or ``None``.
       eps: added to the variance.
-      weight_offset: o, as for :func:`rms_norm`.
-      residual: the shape of `x`, any of those dtypes; as for :func:`rms_norm`.
-      activation: f: ``"silu"``, ``"gelu"`` (by tanh, as ``jax.nn.gelu``; also ``"gelu_tanh"``),
-        ``"gelu_erf"``, ``"quick_gelu"``, ``"relu"``, ``"relu_squared"``, ``"sigmoid"``, ``"tanh"``
-        or ``None``.
-      gate: the shape of `x`, any of those dtypes.
-      gate_activation: s, one of these; ``"sigmoid"`` in Kimi's linear attention, ``"silu"`` in
-        Mamba-2.
-      norm_before_gate: whether the gate multiplies the result or, if false, the input.
-      group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
-        the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
-        elsewhere.
+      weight_offset, activation, gate_activation, norm_before_gate, group_size: as for
+        :func:`rms_norm`.
+      residual, gate: the shape of `x`, any of those dtypes; as for :func:`rms_norm`.
+      implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
       (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
 
     Raises:
-      TypeError: an argument is not an array of a floating dtype, or not a Python number.
-      ValueError: a shape or `group_size` does not fit, or `activation` or `implementation` is
-        unknown.
-      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+      TypeError, ValueError, NotImplementedError: as :func:`rms_norm` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -265,39 +189,14 @@ def layer_norm(
     References:
       Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
     """
-    return _norm(
-        "layer_norm",
-        x,
-        weight,
-        bias,
-        eps=eps,
-        weight_offset=weight_offset,
-        residual=residual,
-        activation=activation,
-        gate=gate,
-        gate_activation=gate_activation,
-        norm_before_gate=norm_before_gate,
-        group_size=group_size,
-        implementation=implementation,
-    )
+    arrays = x, weight, bias, residual, gate
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    return _norm("layer_norm", arrays, settings, implementation)
 
 
-def _norm(
-    op: str,
-    x: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    eps: Any,
-    weight_offset: Any,
-    residual: Any,
-    activation: Any,
-    gate: Any,
-    gate_activation: Any,
-    norm_before_gate: bool,
-    group_size: Any,
-    implementation: Any,
-) -> Any:
+def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
+    x, weight, bias, residual, gate = arrays
+    eps, weight_offset, activation, gate_activation, norm_before_gate, group_size = settings
     x = check_floating("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis to normalise, got a scalar")

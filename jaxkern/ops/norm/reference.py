@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, Sequence, is_first, only_if
+from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
 from jaxkern.ops.curves import CURVES, PLAIN, Functions, curve_value
 
 # Arithmetic of an element outside of its row's sums, for kernels and plain JAX
@@ -118,7 +118,7 @@ def times(x: Any, scale: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class NormRows:
-    """How the statistics of rows are found of which this device has every element."""
+    """Statistics of rows that lie whole on this device."""
 
     def grouped(self, options: NormOptions, x: Any) -> Any:
         """(..., N) as (..., G, group size)."""
@@ -141,9 +141,9 @@ class NormRows:
 
 @dataclasses.dataclass(frozen=True)
 class NormParts(NormRows):
-    """Rows that are split between devices: each has as many neighbouring elements of every row.
+    """Statistics of rows of which each device has an equal, contiguous part.
 
-    A part has several whole groups, or several parts have one.
+    A part has several whole groups, or several parts share one.
 
     Attributes:
       axes: of the mesh, between whose devices rows are split.
@@ -271,5 +271,5 @@ def _backward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> 
     return reference_bwd(options, *arrays, rows=NormParts(axes))
 
 
-FORWARD_PARTS = Sequence(_forward_part, _unfit, factor="n")
-BACKWARD_PARTS = Sequence(_backward_part, _unfit, factor="n")
+FORWARD_PARTS = SplitSequence(_forward_part, _unfit, factor="n")
+BACKWARD_PARTS = SplitSequence(_backward_part, _unfit, factor="n")

@@ -40,7 +40,7 @@ from jaxkern.mosaic.registers import VECTOR_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows:
+class RowWindows:
     """A row of `n` elements as `count` windows of `size`, each spread over a warpgroup's lanes.
 
     The last window ends at the row's end, so where `n` is no multiple of `size` it overlaps the one
@@ -73,7 +73,7 @@ class Windows:
 
 
 @functools.cache
-def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int) -> Windows:
+def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int) -> RowWindows:
     """The windows of a row of `n` >= 128 that cost `warpgroups` warpgroups least.
 
     They differ in size: the largest, a half, a third or a quarter of `max_size`. Warpgroups that
@@ -87,7 +87,7 @@ def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int)
       max_vec: most neighbouring elements that a lane loads at a time.
     """
 
-    def cost(w: Windows) -> float:
+    def cost(w: RowWindows) -> float:
         elements = -(-w.count // warpgroups) * warpgroups * w.size
         return elements * _cost_of_element(w.vec, itemsize)
 
@@ -95,7 +95,7 @@ def windows(n: int, itemsize: int, warpgroups: int, max_size: int, max_vec: int)
     return min((_windows(n, size, max(itemsize, 16 // max_vec)) for size in sizes), key=cost)
 
 
-def _windows(n: int, max_size: int, itemsize: int) -> Windows:
+def _windows(n: int, max_size: int, itemsize: int) -> RowWindows:
     """The windows of at most `max_size` elements that cover the row the cheapest.
 
     A load of `vec` elements needs every row to start at a multiple of `vec`, so an odd `n` is read
@@ -110,7 +110,7 @@ def _windows(n: int, max_size: int, itemsize: int) -> Windows:
             size = -(-n // (count * unit)) * unit
             covers = (count - 1) * size < n <= count * size
             if n % vec == 0 and size <= min(n, max_size) and covers:
-                choices.append(Windows(n, size, vec, count))
+                choices.append(RowWindows(n, size, vec, count))
         vec //= 2
     cost = lambda w: (w.size * w.count * _cost_of_element(w.vec, itemsize), w.count)
     return min(choices, key=cost)
@@ -126,8 +126,8 @@ def _cost_of_element(vec: int, itemsize: int) -> float:
 _WARP = 32
 WARPS = LANES // _WARP
 _BUFFERS = 4
-"""A block may have sent a row's sums, and the next row's, while another still reads those of the
-row before; three would do where no row's sums are sent ahead."""
+"""A block may have sent the sums of two rows while another still reads the previous row's; three
+would do where no row's sums are sent ahead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Exchange:
 
     @property
     def scratch_bytes(self) -> int:
-        """What :meth:`scratch` takes for two sums."""
+        """Bytes of :meth:`scratch` for two sums."""
         return 4 * _BUFFERS * self.participants * 2 * WARPS
 
     def scratch(self, sums: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Exchange:
     def receive(self, smem: Any, k: Any, i: int) -> list[jax.Array]:
         """The `i`-th sums of all warps in round `k`, for :meth:`total`; first of all the 0-th.
 
-        A lane reads those of one warp, of up to 8 warpgroups at a time: (LANES,) each.
+        A lane reads one warp's sums, for up to 8 warpgroups at a time: (LANES,) each.
         """
         buffer = lax.rem(jnp.int32(k), _BUFFERS)
         if self.blocks > 1 and i == 0:
@@ -247,7 +247,7 @@ class LongRow:
       n: elements of the row without padding.
     """
 
-    windows: Windows
+    windows: RowWindows
     n: int
     warpgroups: int
     blocks: int
@@ -278,7 +278,7 @@ class LongRow:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What ``plgpu.kernel`` is told of warpgroups and clusters."""
+        """Arguments of ``plgpu.kernel`` for warpgroups and clusters."""
         options: dict[str, Any] = {}
         if self.warpgroups > 1:
             options |= {"num_threads": self.warpgroups, "thread_name": _WARPGROUP}
@@ -362,16 +362,16 @@ class LongRowRegisters:
         self.windows = range(row.windows_per_warpgroup)
         self.warpgroup = lax.axis_index(_WARPGROUP) if row.warpgroups > 1 else 0
         self.rank = self.warpgroup
-        """Of the warpgroup in the cluster."""
+        """Rank of the warpgroup in the cluster."""
         if row.blocks > 1:
             self.rank = self.rank + lax.axis_index(_BLOCK) * row.warpgroups
 
     def prepare(self) -> None:
-        """Before the first sum over a row, once a block."""
+        """Initialises the exchange; called once per block, before the first sum over a row."""
         self.exchange.prepare(self.smem)
 
     def _index(self, j: int) -> Any:
-        """Of window `j` in the row."""
+        """Index of window `j` in the row."""
         return self.rank * self.row.windows_per_warpgroup + j
 
     def _start(self, j: int) -> Any:
@@ -401,7 +401,7 @@ class LongRowRegisters:
         return self.load_window(stage.at[j].reshape(self.cover.size))
 
     def tma_copies(self, ref: Any, stage: Any, row: Any, group: Any) -> list[tuple[Any, Any]]:
-        """What the TMA copies for this warpgroup: from where to where."""
+        """Sources and destinations of this warpgroup's TMA copies."""
         if self.row.disjoint:
             own = pl.ds(self._index(0), self.row.windows_per_warpgroup)
             return [(ref.at[row, group, own], stage)]
@@ -586,7 +586,7 @@ class ShortRows:
         return ShortRowRegisters(self, smem)
 
     def tiles(self, m: int) -> int:
-        """How many tiles cover `m` rows; the last one ends at the last row."""
+        """Number of tiles that cover `m` rows; the last one ends at the last row."""
         return -(-m // self.rows)
 
     def gmem_shape(self, boxes: int) -> tuple[int, ...]:
@@ -627,7 +627,7 @@ def _layout(rows: ShortRows) -> Any:
 class ShortRowRegisters:
     """Loads, stores and sums a tile of short rows in a warpgroup's registers.
 
-    A tile is one window, (rows, size), and a row's statistic (rows,). The methods are those of
+    A tile is one window, (rows, size), and a row's statistic (rows,). It has the methods of
     :class:`LongRowRegisters`.
     """
 

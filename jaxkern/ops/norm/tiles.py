@@ -1,4 +1,4 @@
-"""How rows are spread over the GPU: the choice of tiles.
+"""Tiles of the norms: the distribution of rows over the GPU.
 
 The figures beside the branches are percentages of the copy bandwidth of an H200 in bf16, over 16384
 rows, and over 2²⁷ elements for rows longer than 8192. Where there are two, the first is of one
@@ -54,7 +54,7 @@ class NormForwardTile:
         assert self.stages or not self.sums_ahead, self
 
     def num_clusters(self, m: int) -> int:
-        """How many are launched for a group's `m` rows."""
+        """Number of blocks or clusters that are launched for a group's `m` rows."""
         return self.clusters * max(1, len(self.waves)) or self.rows.tiles(m)
 
 
@@ -83,7 +83,7 @@ class NormBackwardTile:
     waves = ()
 
     def num_clusters(self, m: int) -> int:
-        """How many are launched for a group's `m` rows."""
+        """Number of blocks or clusters that are launched for a group's `m` rows."""
         del m
         return self.clusters
 
@@ -94,7 +94,7 @@ class NormBackwardTile:
 
 @dataclasses.dataclass(frozen=True)
 class NormSizes:
-    """What the tiles depend on.
+    """Sizes that determine the tiles.
 
     Attributes:
       m, groups, n: rows, groups of a row, elements of a group.
@@ -116,7 +116,7 @@ class NormSizes:
     def of(
         cls, options: NormOptions, inputs: dict[str, Any], streams: list[str], params: list[str]
     ) -> "NormSizes":
-        """Those of a pass's `inputs` by name, None where absent; `streams` and `params` of them."""
+        """Sizes of a pass, from its `inputs` by name, None where absent."""
         sizes = {k: v.dtype.itemsize for k, v in inputs.items() if v is not None}
         shape = inputs[streams[0]].shape
         return cls(
@@ -136,7 +136,7 @@ class NormSizes:
 
     @property
     def row_bytes(self) -> int:
-        """Of an element of all streams."""
+        """Bytes per element, summed over the streams."""
         return sum(self.streams)
 
     def long_row(self, per_lane: int, window: int, spread: int, widest: int = 8) -> LongRow:
@@ -197,13 +197,13 @@ def _forward_short(s: NormSizes, rows: ShortRows) -> NormForwardTile:
 def _forward_longest(s: NormSizes, per_lane: int) -> NormForwardTile:
     """Rows that a block of four warpgroups does not hold by `per_lane` elements a lane."""
     one, several = len(s.params) < 2, len(s.streams) > 1
-    wide = _rereading(s, 2 * per_lane)
-    if one and s.plain and not several and wide.blocks == 1:
+    rereading = _rereading(s, 2 * per_lane)
+    if one and s.plain and not several and rereading.blocks == 1:
         # 20480, 24576, 28672: 94, 94, 86 by two rows a block, 64 elements a lane; clusters give 82
         # to 90, and with two parameters 95, 74, 76.
         blocks = _rows_per_block(s, s.long_row(2 * per_lane, 32, 4), 2) if s.n < 32768 else None
         # 32768: 89 by a block a row; clusters give 72, and with two parameters 89.
-        return blocks or NormForwardTile(wide, params_in="global")
+        return blocks or NormForwardTile(rereading, params_in="global")
     return _forward_clusters(s, s.long_row(per_lane, 32, 4), several)
 
 
@@ -225,7 +225,7 @@ def _forward_clusters(s: NormSizes, rows: LongRow, several: bool = False) -> Nor
 
 
 def _rereading(s: NormSizes, per_lane: int) -> LongRow:
-    """For weight and bias that are read again from global memory.
+    """Rows for weight and bias that are read again from global memory.
 
     Lanes of 8 bf16 would read half of every sector of an fp32 weight at a time.
     """
@@ -332,7 +332,7 @@ def _backward(
     most: int = _STAGES,
     throttled: bool = False,
 ) -> NormBackwardTile:
-    """Long rows, with as many stages as fit, of at most `most`."""
+    """Tile of long rows, with the stages that fit shared memory, at most `most`."""
     rows = s.long_row(per_lane, window, spread)
     clusters = max(1, min(s.m, resident_clusters(per_sm, rows) // s.groups))
     if params_in == "shared" and rows.warpgroups * LANES * rows.params_per_lane * sum(s.params) > (
@@ -350,7 +350,7 @@ def _backward(
 
 
 def resident_clusters(per_sm: int, rows: ShortRows | LongRow) -> int:
-    """How many blocks, or clusters, run at a time, by `per_sm` blocks a multiprocessor.
+    """Number of blocks, or clusters, that run at a time, with `per_sm` blocks per SM.
 
     A cluster is in one GPC. Which of an H200's 132 multiprocessors are in which differs from chip
     to chip: one ran 30 clusters of 4 blocks that fill a multiprocessor each, 15 of 8, 7 of 16.

@@ -79,11 +79,11 @@ from jaxkern.ops.selective_scan.tiles import (
 _CARRY, _CARRY_TOKENS = "selective_scan_bwd_carry", "dt z C keep crossed"
 
 _SUM_BUFFERS = 3
-"""One that a warpgroup fills, one that it adds up, and one that the other may still add up."""
+"""Buffers of sums: one is filled, one added up, one that the other warpgroup may still add up."""
 
 
 def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
-    """The gradients in the order of the arguments; those that are sums in fp32."""
+    """The gradients in the order of the arguments; sums are in fp32."""
     *given, states, dout, dfinal = args
     x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed = given
     if x.size == 0:
@@ -413,7 +413,7 @@ class ChunkGradients:
         return following_h, dh, dA, _add(dD, sum_dd), _add(ddt_bias, sum_ddt)
 
     def share_chunk(self, chunk: Steps) -> list[tuple[Any, ...]]:
-        """Computes the values that a lane owns of each round, and shares those others need.
+        """Computes the values that a lane owns in each round, and shares what other lanes need.
 
         Returns of each round (x, dt, mask of dt's slope, dy, dout · y's share of dz).
         """
@@ -575,7 +575,7 @@ class ChannelSums:
     def finish_tile(self, end: Any, chunks: Any, n: Any, flushing: Any) -> None:
         """Adds up the sums of the n-th tile, of `chunks` up to `end`.
 
-        With several warpgroups, those of the `flushing` chunks of the tile before instead.
+        With several warpgroups, the sums of the `flushing` chunks of the previous tile instead.
         """
         if self.steps < CHUNK:
             return
@@ -592,7 +592,7 @@ class ChannelSums:
         plgpu.barrier_arrive(self.smem.summed.at[self._buffer(n)])
 
     def finish(self, end: Callable[[], Any], flushing: Any, n: Any) -> None:
-        """Adds up the sums of the last tile, the n-th, if that was put off."""
+        """Adds up the sums of the last tile, the n-th, if that was deferred."""
         if self.scan.warpgroups > 1:
             self._wait_and_add_up(end() + flushing, flushing, n - 1)
 

@@ -114,7 +114,7 @@ class ScanPlan:
     exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
     every: int  # steps from one saved state to the next
     grid: ScanGrid  # of blocks
-    stage_width: int  # channels of a ring's stages: those of the tile, or more
+    stage_width: int  # channels of a ring's stages: at least the tile's
 
     @property
     def per_unit(self) -> int:
@@ -155,7 +155,7 @@ class ScanPlan:
         return [self.load_pairs(ref, 1, *digits, start=start) for start, digits in rows]
 
     def load_pairs(self, ref: Any, copies: int, *digits: Any, start: int) -> Registers:
-        """Loads the lane's K states, pair by pair, from an array of so many copies."""
+        """Loads the lane's K states, pair by pair, from an array of `copies` copies."""
         t = self.tile
         pairs = [i * t.pair * t.lanes * copies for i in range(t.states // t.pair)]
         pair = lambda at: load(ref, *digits, t.of_states(), start=start + at, count=t.pair)
@@ -373,7 +373,7 @@ class TokenRing:
 class TileSpan(NamedTuple):
     """The chunks of a tile that are worked on.
 
-    The last tile of a sequence ends with it, so its first chunks may be those of the tile before.
+    The last tile of a sequence ends with it, so it may begin with chunks of the previous tile.
     """
 
     start: Any  # the tile's first chunk in the sequence
@@ -471,7 +471,7 @@ class ScanCall:
         return v.reshape(*v.shape[:3], parts, v.shape[3] // parts)
 
     def cut_channels(self, v: Any, axis: int) -> Any:
-        """Undoes pad_channels, `axis` that of D."""
+        """Undoes pad_channels along `axis`, the axis of D."""
         v = v.reshape(
             *v.shape[:axis], self.groups, v.shape[axis] // self.groups, *v.shape[axis + 1 :]
         )
@@ -597,14 +597,14 @@ class Keep(NamedTuple):
 
 
 def states_before(scan: ScanPlan, refs: Any, keep: Keep | None, h: Any) -> Any:
-    """The states that a step begins from, those after the step before it being `h`."""
+    """The states that a step begins from, given the previous step's states `h`."""
     if keep is None or refs.starts is None:
         return _where_kept(keep, h)
     return _of_segment(scan, refs.starts, keep, _entered(scan, keep), h)
 
 
 def gradients_before(scan: ScanPlan, refs: Any, keep: Keep | None, dh: Any) -> Any:
-    """The gradients of the states after the step before, from those a step begins from."""
+    """The gradients of the previous step's states, from those of a step's initial states."""
     if keep is None:
         return dh
     _store_of_segment(scan, refs.dstarts, keep, _entered(scan, keep), dh)
@@ -867,7 +867,7 @@ def advance_chunks(
 def device_carry(
     call: ScanCall, A: Any, name: str, kernel: Any, *rest: Any, reverse: bool, **others: Any
 ) -> Any:
-    """The carry of all that there is on a device, from those of subparts that fill the GPU."""
+    """The carry of a device's whole part, from the carries of subparts that fill the GPU."""
     grid = forward_grid(call.columns, call.scan.chunks, halves=False)
     call.cut(dataclasses.replace(grid, whole=0))
     got = launch_carry(call, name, kernel, *rest, every_part=True, **others)
@@ -888,10 +888,10 @@ def launch_carry(
     every_part: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
-    """The carries of all subparts but those of the last part, and the sums of their dt.
+    """The carries of all subparts except the last part's, and the sums of their dt.
 
-    It reads `tokens` and `others` along time, and states `of_segments`. Those of `every_part` are
-    found for a sequence's part on one device.
+    It reads `tokens` and `others` along time, and states `of_segments`. With `every_part`
+    it includes the last part, for a sequence that continues on another device.
     """
     grid = call.scan.grid.of_carries(every_part)
     scan = dataclasses.replace(call.scan, grid=grid)

@@ -206,7 +206,7 @@ def _run_chunk(
 
 
 class _Later:
-    """Work in stages, one after each step to come, so that no shuffle's result is waited for."""
+    """Work cut into stages, interleaved with the next steps so that no lane waits for a shuffle."""
 
     def __init__(self):
         self.stages: list[Iterator[None]] = []

@@ -8,8 +8,8 @@ Forward, for a batch row b and a channel d, n running over the N states and h[�
     y[t]   = Σ_n C[t,n] · h[t,n] + D · x[t]
     out[t] = y[t] · silu(z[t])
 
-where k[t] = 0 if the segment id of token t is not that of the token before, else 1. With groups, B
-and C are those of the group that d is in.
+where k[t] = 0 if the segment id of token t differs from the previous token's, else 1. With groups,
+B and C belong to the group of channel d.
 
 Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfinal (a[L] = 1):
 
@@ -35,8 +35,8 @@ Where batch rows and channels are too few to fill the GPU, or do not fill it eve
 cut into parts, at N exponentials more, an eighth of which are polynomials.
 
 Where a sequence is split between devices, each finds the sum of its step sizes and its last state
-from zeros; one all-gather brings those of all devices, from which each finds the state that its
-part begins with. The backward does the same from the end to the start. A pass that finds carries
+from zeros; one all-gather collects them from all devices, and each computes the state before its
+part. The backward does the same from the end to the start. A pass that finds carries
 takes N exponentials for an element of x and reads 4 of its bytes in bf16, the forward N and the
 backward 2·N: at L = 262,144 a device and D = 1536, 6.4 · 10⁹ exponentials for each N. A kernel that
 cuts its part takes N more, in either direction, to find the same carries again: 7·N in all, and
@@ -50,7 +50,7 @@ arXiv:2312.00752.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ import jax.numpy as jnp
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import is_first, is_last, on_all, only_if
@@ -86,36 +86,7 @@ from jaxkern.ops.selective_scan.reference import (
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
 
 
-@overload
-def selective_scan(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (-math.inf, math.inf),
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def selective_scan(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def selective_scan(
     x: jax.Array,
     dt: jax.Array,
@@ -135,7 +106,7 @@ def selective_scan(
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run Mamba's selective state space recurrence along time.
 
     .. math::
@@ -183,7 +154,7 @@ def selective_scan(
         token; ``None`` stands for zeros.
       return_final_state: whether to return the state after the last token, too.
       segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a token whose id is not that of the token before. `initial_state` is for the first.
+        before a token whose id differs from the previous token's. `initial_state` is for the first.
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
@@ -240,7 +211,9 @@ def selective_scan(
     x, A = args[0], args[2]
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
-    initial_state = _check_initial_state(initial_state, x, A, count)
+    initial_state = segments.check_states(initial_state, x.shape[0], count, A.shape, _STATE_SHAPE)
+    if initial_state is not None:
+        initial_state = initial_state.astype(wide(initial_state.dtype))
     keep = crossed = None
     if segment_ids is not None:
         ids = segments.check_segment_ids(segment_ids, x.shape[:2], count)
@@ -299,15 +272,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     D = optional("D", D, channels, "(D,) of x")
     z = optional("z", z, x.shape, f"({tokens}, D) of x")
     return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, channels, "(D,) of x")
-
-
-def _check_initial_state(state: Any, x: jax.Array, A: jax.Array, count: int | None) -> Any:
-    if state is None:
-        return None
-    state = check_floating("initial_state", state)
-    meaning = _STATE_SHAPE if count is None else "(B, S, D, N) of x, num_segments and A"
-    segments.check_states(state, x.shape[0], count, A.shape, meaning)
-    return state.astype(wide(state.dtype))
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
@@ -504,7 +468,7 @@ def selective_scan_step(
         \text{out}_t = (C_t \cdot h_t + D \, x_t) \cdot \operatorname{silu}(z_t)
 
     Args:
-      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+      state: (B, D, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it holds
         several layers, (layers, B, D, N).
       x: (B, D), any floating dtype, as are all arguments below.
       dt: (B, D).
@@ -516,12 +480,12 @@ def selective_scan_step(
       dt_bias: (D,) or ``None``.
       dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
       dt_limit: the least and the largest step size; one outside is set to the limit.
-      layer: which of the layers of `state` the token is for; the others stay as they are. In a loop
-        over layers that carries `state` the kernel then updates it where it lies, without a copy.
-        Of a traced number that there is not, the nearest.
+      layer: index of the layer of `state` to update; the others stay as they are. In a loop over
+        layers that carries `state` the kernel then updates it in place, without a copy. A traced
+        index out of range is clipped.
       implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
-        can take the call.
+        gradients are computed in plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where
+        it can take the call.
 
     Returns:
       The output, (B, D), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.

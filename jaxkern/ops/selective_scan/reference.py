@@ -97,7 +97,7 @@ class _Masks(NamedTuple):
     crossed: Any
 
 
-class _Params(NamedTuple):
+class _ScanParams(NamedTuple):
     """The arrays without a time axis, in the dtype of the arithmetic; A as (G, N, P).
 
     `starts` are the initial states of segments, (B, S + 1, G, N, P), the last of zeros.
@@ -109,7 +109,7 @@ class _Params(NamedTuple):
     starts: Any
 
 
-class _Carry(NamedTuple):
+class _ScanCarry(NamedTuple):
     """The carry of the recurrence: the state, and final states of segments that ended."""
 
     h: Any
@@ -151,7 +151,7 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
 
         h = _start(options, h, tokens, masks, params)
         masks = masks._replace(valid=sizes.valid())
-        before = _Carry(h, _no_ends(options, h))
+        before = _ScanCarry(h, _no_ends(options, h))
         (h, ends), (out, states) = lax.scan(body, before, sizes.to_blocks((tokens, masks)))
         out = sizes.from_blocks(out)
         states = jnp.moveaxis(states, 0, 1) if save else None
@@ -192,7 +192,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
             def run(before, tokens, params):
                 return _run_block(options, sizes, before, tokens, masks, params)
 
-            before = _Carry(before, _no_ends(options, before))
+            before = _ScanCarry(before, _no_ends(options, before))
             _, vjp = jax.vjp(run, before, tokens, params)
             dstates, dtokens, more = vjp((dstates, dout))
             return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
@@ -202,7 +202,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         states = _states_last(jnp.moveaxis(states, 1, 0))
         dparams = jax.tree.map(jnp.zeros_like, params)
         dh = jnp.where(True, dh, states[0])
-        init = _Carry(dh, dends), dparams
+        init = _ScanCarry(dh, dends), dparams
         ((dh, _), dparams), dtokens = lax.scan(
             body, init, (tokens, masks, states, dout), reverse=True
         )
@@ -266,13 +266,13 @@ def reference_step(
     """One token, x (B, G, P): its output and the next state, (B, G, P, N)."""
     tokens, masks, params, h = _split(options, x, dt, A, B, C, D, z, dt_bias, state, None, None)
     tokens = jax.tree.map(lambda v: v[:, None], tokens)
-    (h, _), out = _run_chunk(options, _Carry(h, None), tokens, masks, params)
+    (h, _), out = _run_chunk(options, _ScanCarry(h, None), tokens, masks, params)
     return out[:, 0], _states_last(h)
 
 
 def _split(
     options, x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
-) -> tuple[_Tokens, _Masks, _Params, jax.Array]:
+) -> tuple[_Tokens, _Masks, _ScanParams, jax.Array]:
     """The arguments by kind; the state is (B, G, N, P), channels last: loops run along them."""
     floats = [v for v in (x, dt, A, B, C, D, z, dt_bias, initial_state) if v is not None]
     acc = jnp.result_type(jnp.float32, *floats)
@@ -281,7 +281,7 @@ def _split(
     starts = None
     if of_segments and initial_state is not None:
         starts = with_zeros(_states_last(initial_state))
-    params = jax.tree.map(lambda v: v.astype(acc), _Params(_states_last(A), D, dt_bias, starts))
+    params = jax.tree.map(lambda v: v.astype(acc), _ScanParams(_states_last(A), D, dt_bias, starts))
     if initial_state is None or of_segments:
         h = jnp.zeros((x.shape[0], *params.A.shape), acc)
     else:
@@ -301,7 +301,7 @@ def _start(options, h, tokens, masks, params) -> jax.Array:
     if jax.typeof(tokens.x).sharding.mesh.empty:
         return h
     first, masks = jax.tree.map(lambda v: v[:, :1], (tokens, masks))
-    (after, _), _ = _run_chunk(options, _Carry(h, None), first, masks, params)
+    (after, _), _ = _run_chunk(options, _ScanCarry(h, None), first, masks, params)
     return jnp.where(True, h, lax.stop_gradient(after))
 
 
@@ -369,7 +369,7 @@ class _Blocks:
         return jnp.ones((1, self.length), bool) if self.padding else None
 
 
-def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_Carry, jax.Array]:
+def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_ScanCarry, jax.Array]:
     """The chunks of a block; only the states before them are kept for the backward."""
     if sizes.block == 1:
         return _run_chunk(options, before, tokens, masks, params)
@@ -382,7 +382,7 @@ def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_Carry, j
     return lax.scan(body, before, (tokens, masks))
 
 
-def _run_chunk(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: _Params):
+def _run_chunk(options, before: _ScanCarry, tokens: _Tokens, masks: _Masks, params: _ScanParams):
     """k steps from the state, (B, G, N, P), to that after them and out, (B, k, G, P)."""
     if before.h.shape[1] > 1:
         return _run_steps(options, before, tokens, masks, params)
@@ -395,7 +395,7 @@ def _run_chunk(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: 
     return jax.tree.map(lambda v: jnp.expand_dims(v, -3), after), jnp.expand_dims(out, -2)
 
 
-def _run_steps(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: _Params):
+def _run_steps(options, before: _ScanCarry, tokens: _Tokens, masks: _Masks, params: _ScanParams):
     """Runs the steps of a chunk; all arrays may lack the axis G."""
     h, ends = before
     acc = h.dtype
@@ -417,11 +417,11 @@ def _run_steps(options, before: _Carry, tokens: _Tokens, masks: _Masks, params: 
         y = y + params.D * x
     if tokens.z is not None:
         y = y * jax.nn.silu(tokens.z.astype(acc))
-    return _Carry(h, ends), y.astype(tokens.x.dtype)
+    return _ScanCarry(h, ends), y.astype(tokens.x.dtype)
 
 
-def _cross(options, masks: _Masks, params: _Params, t: int, h, ends) -> tuple[Any, Any]:
-    """The state that token t begins from, and final states with that of a segment before it."""
+def _cross(options, masks: _Masks, params: _ScanParams, t: int, h, ends) -> tuple[Any, Any]:
+    """The state that token t begins from, and final states, updated if a segment ends before it."""
     reset, begin = masks.reset[:, t], 0
     if options.num_segments is not None:
         none = options.num_segments

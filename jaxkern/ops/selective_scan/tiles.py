@@ -310,8 +310,8 @@ def backward_warpgroups(tile: ScanTile, channels: int, every: int) -> int:
 def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
     """Cuts a sequence for the backward, two of whose warpgroups share a multiprocessor.
 
-    The time is that of the waves of blocks, each as long as its part, and a third of it for the
-    pass that finds the parts' carries. So columns that fill the GPU evenly stay whole.
+    The time is modelled as waves of blocks, each as long as its part, plus a third for the
+    pass that computes the parts' carries. So columns that fill the GPU evenly stay whole.
     """
     resident = 2 // warpgroups * num_sms()
 

@@ -60,7 +60,7 @@ from jaxkern.mosaic.wgmma import (
     read,
     start_fetch,
     swizzled,
-    wide,
+    to_fp32,
     with_accumulators,
 )
 from jaxkern.ops.ssd.forward import launch_carry, launch_fwd, part_starts
@@ -106,8 +106,8 @@ OF_LANE = LaneOffsets(((1, LANES, 1),))
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """Where a block is: `count` units of a group from `first` on, a split of them."""
+class SsdBlock:
+    """Coordinates of a block: `count` units of a group from `first` on."""
 
     scan: SsdTile
     batch: Any
@@ -131,8 +131,8 @@ class Block:
         return ref.at[self.batch, pl.ds(self.chunk * CHUNK + first, count), head, channels]
 
 
-def compute(at: Block, half: int, refs: Any, smem: Any) -> None:
-    """The gradients of a half of the tokens; stores those of B and C."""
+def compute(at: SsdBlock, half: int, refs: Any, smem: Any) -> None:
+    """Computes the gradients of a half of the tokens, and stores dB and dC."""
     plgpu.barrier_wait(smem.weights_full)
     B, C, dtype = smem.B.at[0], smem.C.at[0], smem.x.dtype
 
@@ -151,7 +151,7 @@ def compute(at: Block, half: int, refs: Any, smem: Any) -> None:
 
     def run(dB: Any, dC: Any) -> tuple[Any, Any]:
         def step(n: Any, *accs: Any) -> None:
-            _Unit(at, half, n, refs, smem, unknown_zero(), own, *accs).run()
+            _HalfUnit(at, half, n, refs, smem, unknown_zero(), own, *accs).run()
 
         loop(at.count, step, dB, dC)
         plgpu.wait_smem_to_gmem(0)
@@ -196,7 +196,7 @@ def _rows(part: int) -> Any:
 
 
 def _number(j: int, part: int) -> int:
-    """The number of a part of the half j among those of all."""
+    """Index of a part of the half j among the parts of both halves."""
     return sum(map(len, PARTS_OF_HALVES[:j])) + part - PARTS_OF_HALVES[j].start
 
 
@@ -205,7 +205,7 @@ def _half(ref: Any, half: int) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unit:
+class _HalfUnit:
     """A half of the tokens of the `n`-th unit.
 
     Attributes:
@@ -215,7 +215,7 @@ class _Unit:
       dB, dC: accumulators.
     """
 
-    at: Block
+    at: SsdBlock
     half: int
     n: Any
     refs: Any
@@ -226,7 +226,7 @@ class _Unit:
     dC: Any
 
     def only(self, name: str) -> Any:
-        """What shared memory holds one of."""
+        """Array of shared memory that has one stage."""
         return getattr(self.smem, name).at[self.zero]
 
     def staged(self, name: str) -> Any:
@@ -235,10 +235,10 @@ class _Unit:
 
     def tokens(self, name: str) -> Any:
         """This half of x or dy, (64, P), fp32."""
-        return wide(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
+        return to_fp32(plgpu.load(_half(self.staged(name), self.half), layout=TILE))
 
     def numbers(self, k: int) -> Any:
-        """Of this half's tokens c (k = 0) or dt (k = 1), for rows."""
+        """Row vector of this half's c (k = 0) or dt (k = 1)."""
         tokens = pl.ds(self.half * STEP, STEP)
         return plgpu.load(self.staged("steps").at[k, tokens], layout=ROWS)
 
@@ -300,16 +300,16 @@ class _Unit:
         if i == half:
             exponents = causal(exponents, transposed=True, first=k * PART)
         decay = jnp.exp2(exponents)
-        M = (wide(S) * decay).astype(x.dtype)
+        M = (to_fp32(S) * decay).astype(x.dtype)
         grad = read(dM) * over_rows(dt, PART)
         # What c gains is of M as it is rounded for dx, as what it loses is: both cancel.
-        store_column_sums(self.gains(half, i), k * PART, grad * wide(M))
+        store_column_sums(self.gains(half, i), k * PART, grad * to_fp32(M))
         dS = self.smem.dS.at[self.zero + _number(half, part)]
         store_own(dS, load_own(dS) + grad * decay)
         return M
 
     def gains(self, j: int, i: int) -> Any:
-        """(WARPS, 64), in shared memory: what the rows of a half gain from each warp's tokens j.
+        """(WARPS, 64), in shared memory: each warp's share, of its tokens j, in the rows of a half.
 
         What the later half gains from the earlier one the first warpgroup stores, and the second
         one reads: there are two, as the first may be a unit ahead.
@@ -324,7 +324,7 @@ class _Unit:
         return dx
 
     def keep(self, kind: int, of_lanes: Any) -> None:
-        """Leaves a part of what is added up for the unit to the warpgroup that fetches."""
+        """Hands partial sums of the unit to the fetching warpgroup."""
         store_lanes(self.smem.lanes.at[kind, self.half], OF_LANE, [of_lanes])
 
     def finish(self, parts: list[Any], left: Any, dt: Any, dx: Any) -> None:
@@ -456,7 +456,7 @@ def _kernel(chunks: SsdBackwardTile, refs: Any, smem: Any) -> None:
     chunk, batch = lax.rem(rest, scan.chunks), lax.div(rest, scan.chunks)
     first = split * chunks.split_units
     count = jnp.minimum(chunks.split_units, scan.units - first)
-    at = Block(scan, batch, chunk, group, split, first, count)
+    at = SsdBlock(scan, batch, chunk, group, split, first, count)
 
     @pl.when(warpgroup == STEPS)
     def _():
@@ -473,9 +473,9 @@ def _kernel(chunks: SsdBackwardTile, refs: Any, smem: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Fetch:
-    """The warpgroup that fetches, and sums what a unit has one number of; `n` counts units."""
+    """The warpgroup that fetches, and computes a unit's scalar sums; `n` counts units."""
 
-    at: Block
+    at: SsdBlock
     refs: Any
     smem: Any
 
@@ -510,7 +510,7 @@ class _Fetch:
         """Fetches a unit, and when the one before is done, stores its sums.
 
         `of_states` is of this warpgroup's lanes, of exp(c[Q−1]) · h · dh of the unit before;
-        returns that of this one.
+        returns the sum for this unit.
         """
         at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
         head, channels = at.unit(n)
@@ -526,7 +526,7 @@ class _Fetch:
         self.fetch_dh(state(refs.dh))
         for barrier in (full, smem.h_full, smem.dh_full):
             plgpu.barrier_wait(barrier)
-        box = lambda ref, k: wide(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
+        box = lambda ref, k: to_fp32(plgpu.load(ref.at[0, :, pl.ds(k, BOX)], layout=TILE))
         boxes = range(0, at.scan.states, BOX)
         of_states = sum_of(lane_sums(box(smem.h, k) * box(smem.dh, k)) for k in boxes)
         of_states = of_states * jnp.exp2(smem.steps[slot, 0, CHUNK - 1])
@@ -535,7 +535,7 @@ class _Fetch:
         return of_states
 
     def fetch_dh(self, source: Any) -> None:
-        """Starts to fetch dh, or says that its zeros are there."""
+        """Starts to fetch dh, or signals that it is zero."""
         smem = self.smem
         start = lambda: start_fetch(source, smem.dh.at[0], smem.dh_full)
         if self.ends_in_zeros:
@@ -546,7 +546,7 @@ class _Fetch:
             start()
 
     def sum_parts(self, n: Any, of_states: Any) -> None:
-        """When a unit is done, stores the sums of what lanes have of it."""
+        """Stores the sums over lanes once a unit is done."""
         at, parts, smem = self.at, self.refs.parts, self.smem
         plgpu.barrier_wait(smem.dh_empty)
         kinds = [LAST] if parts.shape[-2] == 1 else [LAST, SKIP]
@@ -565,7 +565,7 @@ class _Fetch:
 def launch_bwd(
     options: SsdOptions, x, dt, a, B, C, D, z, initial_state, rank, crossed, states, y, dout, dfinal
 ) -> tuple[Any, ...]:
-    """The gradients of the arguments before `states`; but for those of x and z in fp32."""
+    """The gradients of the arguments before `states`, in fp32 except dx and dz."""
     args = x, dt, a, B, C, D, z, initial_state
     rest = states, y, dout, dfinal
     if x.size == 0:
@@ -620,7 +620,7 @@ def _launch(
 def _launch_range(
     options: SsdOptions, x, dt, a, B, C, D, initial_state, states, dy, dfinal
 ) -> tuple[Any, ...]:
-    """The gradients of all but z, of as many states as a launch takes."""
+    """The gradients of all arguments except z, for the states of one launch."""
     arrays = KernelInputs(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
     scan = arrays.scan(CHUNK).cut(SAVING_WARPGROUPS)

@@ -38,7 +38,7 @@ def ssd_step(
         \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
 
     Args:
-      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it is that of
+      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it holds
         several layers, (layers, B, H, P, N).
       x: (B, H, P), any floating dtype, as are all arguments below.
       dt: (B, H).
@@ -48,23 +48,13 @@ def ssd_step(
       D: (H,) or (H, P), or ``None``.
       z: (B, H, P) or ``None``.
       dt_bias: (H,) or ``None``.
-      dt_softplus: whether the step size is ``softplus(dt + dt_bias)``.
-      dt_limit: the least and the largest step size; one outside is set to the limit.
-      layer: which of the layers of `state` the token is for; the others stay as they are. In a loop
-        over layers that carries `state` the kernel then updates it where it lies, without a copy.
-        Of a traced number that there is not, the nearest.
-      implementation: ``"mosaic"`` for the Pallas GPU kernel (N a power of two from 8 to 512), whose
-        gradients are those of plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel where it
-        can take the call.
+      dt_softplus, dt_limit, layer, implementation: as for :func:`jaxkern.selective_scan_step`.
 
     Returns:
       The output, (B, H, P), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
 
     Raises:
-      TypeError: an argument is not an array of a real floating dtype, `dt_limit` not two Python
-        numbers, or `layer` no integer.
-      ValueError: shapes do not fit, `dt_limit` is no range, or there is no such `layer`.
-      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.selective_scan_step` does.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern

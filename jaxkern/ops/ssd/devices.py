@@ -1,8 +1,8 @@
 """A sequence that is split between devices: what each does with its part.
 
-A device finds the decay over its part and its last state from zeros; one all-gather brings those of
-all devices, of which each has the state that its part begins with. The backward does the same from
-the end to the start.
+A device finds the decay over its part and its last state from zeros; one all-gather collects them
+from all devices, and each computes the state before its part. The backward does the same from the
+end to the start.
 
 A pass that finds carries takes 2·P·N operations for a token and head, at P = 64, N = 128 and chunks
 of 64 tokens two fifths of the forward's products and a sixth of the backward's, and reads x and B:

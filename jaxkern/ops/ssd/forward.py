@@ -46,7 +46,7 @@ from jaxkern.mosaic.wgmma import (
     read,
     start_fetch,
     swizzled,
-    wide,
+    to_fp32,
     with_accumulators,
 )
 from jaxkern.ops.sections import state_after_all
@@ -84,8 +84,8 @@ from jaxkern.ops.ssd.tiles import (
     STEPS,
     WARPGROUP,
     SsdTile,
+    SsdUnit,
     StepDecays,
-    Unit,
     first_state,
     of_step,
 )
@@ -149,8 +149,8 @@ def part_starts(
 ) -> Any:
     """The states with which parts begin, (B, parts, H, P, N), or ``None`` for zeros.
 
-    The arguments are those of :func:`launch_carry`, `initial` (B, H, P, N) that of the first part,
-    in reverse of the last one.
+    The arguments are as for :func:`launch_carry`; `initial` (B, H, P, N) belongs to the first part,
+    in reverse to the last one.
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
@@ -204,7 +204,7 @@ def _of_device(
     rank: Any,
     plain: Any,
 ) -> tuple[Any, Any]:
-    """The carry of all that there is, from those of parts that fill the GPU."""
+    """The carry of the whole sequence, from the carries of parts that fill the GPU."""
     args = tokens, dt, a, weights, None, None, rank
     if tokens.size == 0:
         return plain(*args)
@@ -236,10 +236,10 @@ def _stages(scan: SsdTile) -> int:
 
 def _carry_kernel(scan: SsdTile, reverse: bool, refs: Any, smem: Any) -> None:
     """Each warpgroup goes through the chunks of its unit and part."""
-    _Carry(scan, reverse, refs, smem, Unit(scan, lax.axis_index(WARPGROUP))).run()
+    _CarryKernel(scan, reverse, refs, smem, SsdUnit(scan, lax.axis_index(WARPGROUP))).run()
 
 
-class _Carry:
+class _CarryKernel:
     """A warpgroup that holds the state of a unit; `n` counts its chunks, `k` steps of these.
 
     A chunk's steps are multiplied one after the other, each while the next one is weighted. The
@@ -253,7 +253,7 @@ class _Carry:
       at: the unit and the part of the sequence.
     """
 
-    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any, at: Unit):
+    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any, at: SsdUnit):
         self.scan, self.reverse, self.refs, self.smem, self.at = scan, reverse, refs, smem, at
         self.stages = _stages(scan)
         self.count, self.first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
@@ -306,7 +306,7 @@ class _Carry:
         )
 
     def chunk(self, n: Any, h: Any) -> Any:
-        """The state after chunk `n`, (P, N), from that before."""
+        """The state after chunk `n`, (P, N), from the state before."""
         at, refs, smem, slot = self.at, self.refs, self.smem, lax.rem(n, 2)
         if refs.states is not None:
             if (saved := refs.states.shape[1]) == self.scan.chunks:
@@ -340,7 +340,7 @@ class _Carry:
         steps, part = smem.steps.at[self.slot(n)], pl.ds(s * STEP, STEP)
         plgpu.barrier_wait(smem.tokens_full.at[self.slot_of_step(k)])
         tokens = smem.tokens.at[self.slot_of_step(k)].transpose((1, 0))
-        tokens = wide(plgpu.load(tokens, layout=TILE))
+        tokens = to_fp32(plgpu.load(tokens, layout=TILE))
         c = plgpu.load(steps.at[0, part], layout=COLUMNS)
         if self.reverse:
             weight = jnp.exp2(c)
@@ -404,7 +404,7 @@ def _launch(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> tuple[A
 
 
 def _launch_range(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
-    """The same, of as many states as a launch takes."""
+    """Launches the forward for the states of one launch."""
     every = options.checkpoint_every if options.save else None
     arrays = KernelInputs(x, dt, a, B, C, D, z, initial_state)
     scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
@@ -474,19 +474,19 @@ def _kernel(scan: SsdTile, refs: Any, smem: Any) -> None:
     @pl.when(warpgroup < scan.warpgroups)
     def _():
         plgpu.set_max_registers(STATE_REGISTERS, action="increase")
-        _State(scan, refs, smem, Unit(scan, warpgroup)).run()
+        _State(scan, refs, smem, SsdUnit(scan, warpgroup)).run()
 
     for first in range(SCORES_WARPGROUPS):
 
         @pl.when(warpgroup == scan.warpgroups + first)
         def _(first: int = first) -> None:
             plgpu.set_max_registers(SCORES_REGISTERS, action="decrease")
-            _Scores(scan, refs, smem, [Unit(scan, k) for k in range(scan.warpgroups)]).run(first)
+            _Scores(scan, refs, smem, [SsdUnit(scan, k) for k in range(scan.warpgroups)]).run(first)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scores:
-    """A warpgroup that computes M of all units in every other step, and fetches what that takes.
+    """A warpgroup that computes M of all units in alternate steps, and fetches its inputs.
 
     Attributes:
       refs: arrays in global memory.
@@ -497,10 +497,10 @@ class _Scores:
     scan: SsdTile
     refs: Any
     smem: Any
-    units: list[Unit]
+    units: list[SsdUnit]
 
     def run(self, first: int) -> None:
-        """All steps from `first` on."""
+        """Runs all steps from `first` on."""
         count = self.units[0].count
         if first == 0:
             for n in range(self.scan.stages):
@@ -563,7 +563,7 @@ class _State:
     scan: SsdTile
     refs: Any
     smem: Any
-    at: Unit
+    at: SsdUnit
 
     def run(self) -> None:
         at, refs = self.at, self.refs
@@ -594,7 +594,7 @@ class _State:
         )
 
     def step(self, n: Any, h: Any) -> Any:
-        """The state after step `n`, (P, N), from that before; stores the output."""
+        """The state after step `n`, (P, N), from the state before; stores the output."""
         at, smem, slot = self.at, self.smem, lax.rem(n, self.scan.stages)
         steps = StepDecays(smem.steps.at[slot, at.warpgroup], at.first + n)
         plgpu.barrier_wait(smem.full.at[lax.rem(n, 2 * self.scan.stages)])
@@ -613,7 +613,7 @@ class _State:
         return h
 
     def before(self, n: Any, h: Any, C: Any, steps: Any, y: Any) -> tuple[Any, Any, Any]:
-        """What y has from the state before and from D · x; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
+        """y from the previous state and from D · x; xᵀ and (w ∘ x)ᵀ, (P, 64) each.
 
         `y` is an accumulator. What needs x comes after its product: then there are registers.
         """
@@ -628,7 +628,7 @@ class _State:
         plgpu.barrier_wait(smem.x_full.at[self.slot(n)])
         y = read(y) * entered
         x = plgpu.load(smem.x.at[self.slot(n)].transpose((1, 0)), layout=TILE)  # (p, j)
-        x32 = wide(x)
+        x32 = to_fp32(x)
         weighted = (x32 * weight).astype(x.dtype)
         if refs.D is not None:
             if len(refs.D.shape) == 1:
@@ -662,7 +662,7 @@ class _State:
             if refs.y is not None:
                 saved = smem.y.at[at.warpgroup + unknown_zero()]
                 saved.transpose((1, 0))[...] = y.astype(saved.dtype)
-            z = wide(z)
+            z = to_fp32(z)
             y = y * z * sigmoid(z, False, layout=TILE)
         out = smem.out.at[at.warpgroup + unknown_zero()]
         out.transpose((1, 0))[...] = y.astype(out.dtype)

@@ -4,7 +4,7 @@ Two kernels make and undo the sums. Arrays of tokens have their heads side by si
 the scan takes a head's tokens side by side: a block transposes a chunk of 128 tokens of 8 or 16
 heads, and a lane has a run of tokens of one head. What it adds of other runs comes through shared
 memory, in a fixed order. Each moves 16 bytes for a token and head; at (8, 4096, 64) that takes an
-H200 18.5 and 10.7 µs, where a copy of as many bytes takes 8 (JAX 0.11.2).
+H200 18.5 and 10.7 µs, where a copy of the same size takes 8 (JAX 0.11.2).
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ from jaxkern.ops.ssd.tiles import (
 )
 
 HEADS = 8
-"""A block has a multiple of so many heads: 32 bytes of a token, a sector of memory."""
+"""Heads per block are a multiple of this: 32 bytes of a token, a sector of memory."""
 MOST_HEADS = 16
 """The most heads of a block, 64 bytes of a token."""
 LAST, SKIP = 0, 1
 KINDS = 2
-"""Kinds of gradients that a chunk has one number of, that of its last sum and that of D, and how
-many there are. Of each the backward stores the sums of a warpgroup's four warps."""
+"""Gradients with one number per chunk, of its last sum and of D, and their count. Of each the
+backward stores the sums of a warpgroup's four warps."""
 
 
 def sum_of(values: Iterable[jax.Array]) -> jax.Array:
@@ -79,13 +79,13 @@ def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
 def chunk_sum_grads(
     sums: jax.Array, parts: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The gradients of the arguments of :func:`chunk_sums`, and parts of that of D.
+    """The gradients of the arguments of :func:`chunk_sums`, and partial sums of dD.
 
     Args:
       sums: (B, H, chunks, 2, CHUNK), fp32, H in whole HEADS: the gradients of the sums of
-        log-decays, in units of a, and those of dt.
+        log-decays, in units of a, and of dt.
       parts: (B, H, chunks, 1, WARPS), fp32, what adds up to more of the gradient of a chunk's last
-        sum; or of KINDS, the second of which adds up to that of D.
+        sum; or of KINDS, the second of which adds up to dD.
 
     Returns:
       da and ddt, (B, L, H) with L in whole chunks; and the gradient of D for each chunk,
@@ -146,7 +146,7 @@ def _launch(
 
 @dataclasses.dataclass(frozen=True)
 class _Lanes:
-    """Which tokens a lane has: its head is its number modulo `heads`, and its run the rest.
+    """Tokens of a lane: its head is its number modulo `heads`, and its run the rest.
 
     Attributes:
       heads: of a block.
@@ -156,7 +156,7 @@ class _Lanes:
 
     @classmethod
     def of(cls, heads: int) -> "_Lanes":
-        """For so many heads in all."""
+        """Lanes for `heads` heads in all."""
         return cls(math.gcd(heads, MOST_HEADS))
 
     @property
@@ -376,7 +376,7 @@ class KernelInputs:
 def state_ranges(states: int) -> list[slice]:
     """The ranges of states that launches take one after the other.
 
-    Outputs and gradients are sums over states, so that those of the ranges are added up; B, C and
+    Outputs and gradients are sums over states, and are added up over the ranges; B, C and
     states themselves are joined.
     """
     return [slice(n, min(n + HELD_STATES, states)) for n in range(0, states, HELD_STATES)]
@@ -393,7 +393,7 @@ def added(of_ranges: Iterable[Any]) -> Any:
 
 
 def joined(of_ranges: Iterable[Any]) -> Any:
-    """All states of their ranges."""
+    """Joins the states of all ranges."""
     return jnp.concatenate([*of_ranges], axis=-1)
 
 
@@ -407,22 +407,24 @@ def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
     return where_segments_begin(rank, least_log_decay(a.dtype), a)
 
 
-def unless_finite(told: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """`results`, or if one of the arrays `told` has NaN or ∞, those of ``plain(*args)``.
+def unless_finite(
+    checked: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    """`results`, or ``plain(*args)`` if one of the arrays `checked` has NaN or ∞.
 
     A decay of 0 keeps numbers from the segments after, but not NaN. The kernels' states and their
-    gradients tell of it, as it stays in them. `plain` takes a batch row at a time: its memory is
+    gradients show it, as it stays in them. `plain` takes a batch row at a time: its memory is
     reserved even where it never runs. A loop that runs at most once hands `results` on where they
     lie, which a conditional would copy. What goes into it is flat: arrays of more axes XLA would
     transpose for `plain`, where it does not run, too.
 
     Args:
-      told: a list of arrays.
+      checked: a list of arrays.
       results: a tuple of arrays or ``None``.
       plain: gives what `results` holds, if wider; but for `D`, its arguments have a batch.
       args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
     """
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in told]))
+    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in checked]))
     flat = lambda tree: jax.tree.map(jnp.ravel, tree)
     shaped = lambda tree, like: jax.tree.map(lambda v, of: v.reshape(of.shape), tree, like)
     given = flat(args)

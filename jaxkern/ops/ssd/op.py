@@ -8,8 +8,8 @@ Forward, for a batch row and a head with P channels and N states each, h[−1] =
     y[t]   = h[t] · C[t] + D · x[t]                             (P,)
     out[t] = y[t] · silu(z[t])
 
-where k[t] = 0 if the segment id of token t is not that of the token before, else 1. B and C are
-those of the head's group.
+where k[t] = 0 if the segment id of token t differs from the previous token's, else 1. B and C
+belong to the head's group.
 
 In a chunk of Q tokens, c[i] = a[0] + … + a[i] in fp32, and h the state before it:
 
@@ -20,9 +20,9 @@ In a chunk of Q tokens, c[i] = a[0] + … + a[i] in fp32, and h the state before
     h      ← exp(c[Q−1]) · h + (w ∘ x)ᵀ B                       (P, N)
 
 With segments M, exp(c) and w are zero between tokens, and states, of different segments. Exponents
-are masked before the exponential, which so is never that of a positive number if A ≤ 0.
+are masked before the exponential, whose argument is therefore never positive if A ≤ 0.
 
-Backward, for the cotangents dout and dh, that of the state after a chunk, dy = dout ∘ silu(z):
+Backward, for the cotangents dout and, of the state after a chunk, dh, with dy = dout ∘ silu(z):
 
     dM = dy xᵀ   masked                     dS = Σ_heads dM ∘ exp(c[i] − c[j]) · s[j]
     dC = dS B + Σ_heads exp(c) ∘ (dy h)     dB = dSᵀ C + Σ_heads (w ∘ x) dh
@@ -50,15 +50,15 @@ Structured State Space Duality, 2024, arXiv:2405.21060.
 import dataclasses
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
-from jaxkern.core.bound import standard_promotion
+from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
 from jaxkern.core.split import on_all
@@ -81,37 +81,7 @@ from jaxkern.ops.ssd.reference import (
 from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
 
 
-@overload
-def ssd(
-    x: jax.Array,
-    dt: jax.Array,
-    A: jax.Array,
-    B: jax.Array,
-    C: jax.Array,
-    D: jax.Array | None = None,
-    z: jax.Array | None = None,
-    *,
-    dt_bias: jax.Array | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    initial_state: jax.Array | None = None,
-    return_final_state: Literal[False] = False,
-    segment_ids: jax.Array | None = None,
-    num_segments: int | None = None,
-    isolate_nan: bool = True,
-    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    implementation: Implementation | None = None,
-) -> jax.Array: ...
-
-
-@overload
-def ssd(
-    *args: Any, return_final_state: Literal[True], **options: Any
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@public_op
+@final_state_op
 def ssd(
     x: jax.Array,
     dt: jax.Array,
@@ -132,7 +102,7 @@ def ssd(
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Run Mamba-2's recurrence (state space duality, SSD) along time, in products of chunks.
 
     .. math::
@@ -176,19 +146,13 @@ def ssd(
         gradient; so by default, without softplus, a negative step size counts as 0.
       initial_state: (B, H, P, N), or with `num_segments` (B, S, H, P, N), the state before the
         first token; ``None`` stands for zeros.
-      return_final_state: whether to return the state after the last token, too.
-      segment_ids: (B, L), integers, for several sequences packed in a row: the state is set to zero
-        before a token whose id is not that of the token before. `initial_state` is for the first.
-      num_segments: S, for segments that each have an initial and a final state: of the segment with
-        id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
-        begins from zeros, and so does one whose id comes back after another.
+      return_final_state, segment_ids, num_segments, sequence_axis: as for
+        :func:`jaxkern.selective_scan`.
       isolate_nan: with `segment_ids`, whether the kernels, too, keep NaN and infinities in their
         segment; their products may carry them to others of the row and head. The host then waits
         after each pass to know of any: in vain for a mean loss, which one NaN makes NaN anyway.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
-      sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
-        arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
         `x`, `B`, `C` and `z` in bfloat16, P of 16 or more, N up to 256 and no `num_segments`;
         ``"xla"`` for plain JAX; ``None`` for the kernels where they take the call, else for plain
@@ -228,7 +192,10 @@ def ssd(
     x, _, _, B, *_ = args
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
-    initial_state = _check_initial_state(initial_state, x, B, count)
+    of_row = *x.shape[2:], B.shape[-1]
+    initial_state = segments.check_states(initial_state, x.shape[0], count, of_row, STATE_SHAPE)
+    if initial_state is not None:
+        initial_state = initial_state.astype(wide(initial_state.dtype))
     rank = crossed = None
     if segment_ids is not None:
         ids = segments.check_segment_ids(segment_ids, x.shape[:2], count)
@@ -252,15 +219,6 @@ def ssd(
         out = match_sharding(out, x)
     out = join_heads(out, 2)
     return (out, join_heads(on_all(sequence_axis, final), final.ndim - 4)) if options.final else out
-
-
-def _check_initial_state(state: Any, x: jax.Array, B: jax.Array, count: int | None) -> Any:
-    if state is None:
-        return None
-    state = check_floating("initial_state", state)
-    meaning = STATE_SHAPE if count is None else "(B, S, H, P, N) of x, num_segments and B"
-    segments.check_states(state, x.shape[0], count, (*x.shape[2:], B.shape[-1]), meaning)
-    return state.astype(jnp.promote_types(state.dtype, jnp.float32))
 
 
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")

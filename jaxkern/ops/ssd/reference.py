@@ -28,7 +28,7 @@ from jaxkern.ops.segments import Seen, along, with_zeros
 
 
 class Contained(NamedTuple):
-    """Which tokens hold what is not finite, so that no product takes it to another segment.
+    """Masks of tokens with values that are not finite, which products keep in their segment.
 
     A product with a mask of zeros is NaN where the other operand is. So the products take zeros
     instead, and the results that depend on such a token become NaN. Without segments, where NaN may
@@ -146,7 +146,7 @@ def _finite(v: jax.Array) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _with_gradient(value: Callable[[jax.Array], jax.Array], v: jax.Array, bad: jax.Array) -> Any:
-    """`value(v)`, whose gradient is that of `v`, and NaN where `bad`."""
+    """`value(v)` with the gradient of `v`, and NaN where `bad`."""
     del bad
     return value(v)
 
@@ -202,7 +202,7 @@ class Aligned(NamedTuple):
       source: the token at each position, (B, L'), L for none.
       rank: the number of the segment there, (B, L'); −1 where there is no token.
       enter, leave: whose state a chunk begins from, and whose it ends with, (B, chunks): −1 for
-        that of the chunk before it, and for none.
+        the previous chunk's, and for none.
     """
 
     position: Any
@@ -290,7 +290,7 @@ def saves_y(options: SsdOptions, z: Any) -> bool:
 
 
 def least_log_decay(dtype: Any) -> float:
-    """What every lesser logarithm counts as, so that sums of them are finite: its decay is 0."""
+    """Lower bound of logarithms, so that sums of them are finite: its decay is 0."""
     return float(jnp.finfo(dtype).minexp)
 
 
@@ -318,7 +318,7 @@ def split_heads(v: Any, axis: int, groups: int) -> Any:
 
 
 def join_heads(v: Any, axis: int) -> Any:
-    """Undoes :func:`split_heads`, `axis` that of G."""
+    """Undoes :func:`split_heads` along `axis`, the axis of G."""
     if v is None or v.shape[axis] == 1:
         return None if v is None else jnp.squeeze(v, axis)
     return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
@@ -336,11 +336,11 @@ class Tokens(NamedTuple):
 
 
 class _Marks(NamedTuple):
-    """Of packed sequences: the number of each token's segment, and what is at a chunk's ends.
+    """Segment number of each token of packed sequences, and segments at a chunk's ends.
 
     `before` is the number of the segment that a chunk's first state belongs to. Where segments have
     states, `enter` says whose state a chunk begins from, and `leave` whose it ends with; −1 for
-    that of the chunk before, and for none.
+    the previous chunk's, and for none.
     """
 
     rank: Any  # (B, L)
@@ -349,7 +349,7 @@ class _Marks(NamedTuple):
     leave: Any
 
 
-class _Params(NamedTuple):
+class _SsdParams(NamedTuple):
     """D, (G, R, 1 or P), and the initial states of segments, (B, S, G, R, P, N)."""
 
     D: Any
@@ -357,7 +357,7 @@ class _Params(NamedTuple):
 
 
 class _States(NamedTuple):
-    """What is handed from chunk to chunk: the state, and the final ones of segments that ended."""
+    """Carry from chunk to chunk: the state, and the final states of segments that ended."""
 
     h: Any
     ends: Any
@@ -385,7 +385,7 @@ def reference_fwd(
     tokens = Tokens(x, dt, a, B, C, z)
     contained = Contained.of(options.num_segments, tokens, initial_state, rank, crossed)
     tokens, D, initial_state = contained.clean(tokens, D, initial_state)
-    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    call = _SsdCall(options, tokens, D, initial_state, rank, crossed)
     save = options.save and options.checkpoint_every is not None
 
     @_checkpoint
@@ -423,7 +423,7 @@ def reference_bwd(
     dout, dfinal = contained.clean_cotangents(dout, dfinal)
     acc = _accumulator(tokens, D, initial_state)
     tokens = tokens._replace(B=tokens.B.astype(acc), C=tokens.C.astype(acc))
-    call = _Call(options, tokens, D, initial_state, rank, crossed)
+    call = _SsdCall(options, tokens, D, initial_state, rank, crossed)
     seen = None if options.num_segments is None else Seen.of(crossed, options.num_segments)
 
     @_checkpoint
@@ -504,7 +504,7 @@ def _accumulator(tokens: Tokens, D: Any, initial_state: Any) -> Any:
     return jnp.result_type(jnp.float32, *floats)
 
 
-class _Call:
+class _SsdCall:
     """The arrays of a call, cut into blocks of chunks of tokens.
 
     Attributes:
@@ -522,8 +522,8 @@ class _Call:
         self.chunk = min(CHUNK, every)
         self.chunks = -(-every // self.chunk)  # of a block
         # In 16 bits nothing is lost by the products that tensor cores are fast at.
-        wide = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
-        self.precision = "highest" if wide else None
+        any_fp32 = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
+        self.precision = "highest" if any_fp32 else None
         states = jnp.zeros((batch, groups, heads, size, tokens.B.shape[-1]), self.acc)
         self.h = vary_over(states, varying(tokens.x))
         count = options.num_segments
@@ -534,7 +534,7 @@ class _Call:
         elif initial_state is not None:
             starts = with_zeros(initial_state.astype(self.acc))
         D = None if D is None else of_heads(D).astype(self.acc)
-        self.params = _Params(D, starts)
+        self.params = _SsdParams(D, starts)
         self.blocks = self.to_blocks(tokens), self._marks(rank)
 
     @property
@@ -599,7 +599,7 @@ class _Call:
         return _States(self.h, self.no_ends())
 
 
-def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any:
+def _run_block(call: _SsdCall, before: _States, block: Any, params: _SsdParams) -> Any:
     """The chunks of a block; only the states before them are kept for the backward."""
 
     @_checkpoint
@@ -611,7 +611,7 @@ def _run_block(call: _Call, before: _States, block: Any, params: _Params) -> Any
 
 
 def _run_chunk(
-    call: _Call, before: _States, tokens: Tokens, marks: _Marks, params: _Params
+    call: _SsdCall, before: _States, tokens: Tokens, marks: _Marks, params: _SsdParams
 ) -> tuple[_States, tuple[jax.Array, Any]]:
     """Q tokens from the state, (B, G, R, P, N), to that after them; out and y, (B, Q, G, R, P)."""
     h, ends = before

@@ -32,19 +32,19 @@ BOX = 64
 TILE_ROWS = 8
 """Rows of shared memory that make one of its tiles."""
 HELD_STATES = 128
-"""States that a launch takes, which goes through more of them in parts of so many: of 256, the
-backward's gradients of B and C alone would take all registers of a lane."""
+"""States per launch; more take several launches. With 256, the backward's gradients of B and C
+alone would take all registers of a lane."""
 MAX_STATES = 256
 LEAST_CHANNELS = 16
-"""With fewer, more than three quarters of a unit would be padding."""
+"""Least channels of a head: with fewer, more than three quarters of a unit would be padding."""
 
 STAGES = 3
 """Stages of the forward's ring of B and C."""
 FORWARD_WARPGROUPS = 2
 """Units of a block of the forward, each with a warpgroup that holds its state."""
 SCORES_WARPGROUPS = 2
-"""Further ones, which take turns at computing M for all units; shared memory has M of as many
-steps."""
+"""Further warpgroups, which alternate in computing M for all units; shared memory has M for one
+step of each."""
 STATE_REGISTERS, SCORES_REGISTERS = 176, 80
 """Registers of a lane that holds a state, and of one that computes M. With 8 more for either, the
 other spills. Where there are too few, ptxas may also serialize products, without spills: it then
@@ -52,7 +52,7 @@ waits for each of their instructions, and says so (C7512). On an H100 the kernel
 (8, 4096, 64, 64, 128, 1); where each of two warpgroups did everything, 0.282 (JAX 0.11.2).
 """
 CARRY_WARPGROUPS = 4, 2
-"""With more warpgroups a block of the carry reads B or C for more units."""
+"""Warpgroups of a block of the carry: with more, it reads B or C for more units."""
 SAVING_WARPGROUPS = 2
 """Warpgroups of a block of the carry that saves the states of all chunks. It takes the time of its
 stores, and twice as many blocks begin and end at different times. At (8, 4096, 64, 64, 128, 1) that
@@ -94,7 +94,7 @@ class SsdTile:
 
     @property
     def units(self) -> int:
-        """Of a group."""
+        """Units per group."""
         return self.heads // self.groups * self.slices
 
     @property
@@ -116,7 +116,7 @@ class SsdTile:
         return -(-self.chunks // self.every)
 
     def with_gate(self) -> "SsdTile":
-        """With the stages that shared memory has left where z is staged, too."""
+        """Tile with the stages that fit shared memory where z is staged, too."""
         return dataclasses.replace(self, stages=2) if self.every else self
 
     def cut(self, *warpgroups: int) -> "SsdTile":
@@ -134,7 +134,7 @@ class SsdTile:
         return dataclasses.replace(whole, part_chunks=-(-self.chunks // parts))
 
     def without_last(self, reverse: bool) -> "SsdTile":
-        """Without the part that comes last, in reverse the first one, of several."""
+        """Tile without the last of several parts, in reverse without the first one."""
         if reverse:
             first, chunks = self.part_chunks, self.chunks - self.part_chunks
         else:
@@ -142,7 +142,7 @@ class SsdTile:
         return dataclasses.replace(self, first_chunk=first, chunks=chunks)
 
     def finer(self, warpgroups: int) -> tuple["SsdTile", int]:
-        """With so many warpgroups, nothing saved, and parts cut, if that fills the GPU.
+        """Tile with `warpgroups`, nothing saved, and parts cut if that fills the GPU.
 
         Also returns the number of subparts of a part.
         """
@@ -155,14 +155,14 @@ class SsdTile:
 
 @dataclasses.dataclass(frozen=True)
 class SsdBackwardTile:
-    """How a launch of the backward is cut: a group's units may be split over blocks."""
+    """Grid of a launch of the backward: a group's units may be split over blocks."""
 
     scan: SsdTile
     splits: int
 
     @classmethod
     def of(cls, scan: SsdTile) -> "SsdBackwardTile":
-        """With as many splits as fill the GPU; each gives parts of dB and dC in fp32."""
+        """Tile with enough splits to fill the GPU; each gives partial sums of dB and dC in fp32."""
         blocks = scan.batch * scan.groups * scan.chunks
         return cls(scan, max(1, min(num_sms() // blocks, scan.units)))
 
@@ -198,11 +198,11 @@ def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> s
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 
 
-class Unit:
+class SsdUnit:
     """A unit and the part of the sequence of this block.
 
     Attributes:
-      warpgroup: that of the unit, of those of the block that hold states.
+      warpgroup: index of the unit's warpgroup among the block's that hold states.
       batch, group, head: indices; `channels` is a slice of the head's.
       part: of the sequence, `count` steps from `first` on.
     """
@@ -227,7 +227,7 @@ def locate(scan: SsdTile, group: Any, unit: Any) -> tuple[Any, Any]:
     return head, pl.ds(lax.rem(unit, scan.slices) * SLICE, SLICE)
 
 
-def first_state(scan: SsdTile, refs: Any, at: Unit) -> Any:
+def first_state(scan: SsdTile, refs: Any, at: SsdUnit) -> Any:
     """(P, N): what the part begins with."""
     if refs.initial is None:
         return plgpu.layout_cast(jnp.zeros((SLICE, scan.states), jnp.float32), TILE)
@@ -244,7 +244,7 @@ class StepDecays:
     """Sums of log-decays and step sizes of the `n`-th step's tokens.
 
     Args:
-      ref: those of its chunk, (2, CHUNK) in shared memory.
+      ref: the sums of its chunk, (2, CHUNK) in shared memory.
       n: the number of the step, in the sequence.
     """
 
