@@ -303,7 +303,7 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(
 ):
     compile_programs = train_module.compile_programs
     monkeypatch.setattr(train_module, "compile_programs", functools.cache(compile_programs))
-    monkeypatch.setattr(sample, "stream", lambda *args, **options: None)
+    monkeypatch.setattr(sample.LanguageModel, "write", lambda *args, **options: None)
     text, whole, out = (tmp_path / name for name in ("text.txt", "whole", "run"))
     text.write_text("what is split between devices, and what is not; " * 200)
     argv = ["train", *flags.split(), "--data", text, "--eval-batches", 2, "--steps", 4]

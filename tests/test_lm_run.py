@@ -579,7 +579,8 @@ def test_a_run_of_a_model_is_sampled(learned):
     assert first.startswith("the ")
     words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
     assert len(words & {*first.split()}) >= 2
-    assert len(first.encode()) == len("the ") + 200 + len("\n")
+    # A byte that is no character is shown as one, of three bytes.
+    assert len(first) <= len("the ") + 200 + len("\n") <= len(first.encode())
     assert run(*argv, "--seed", 3) == first
     assert run(*argv, "--temperature", 0) != first
 
