@@ -53,7 +53,7 @@ PART = ("l40s", "h200", "rtx-pro-6000")
 """Three that differ most: no TMA, clusters and wgmma, and a TMA with 99 KiB of shared memory."""
 
 GROWTH = 1.02
-"""How much more memory of a device, or bytes copied, than the committed are not told of."""
+"""Tolerated growth of a device's memory, or of bytes copied, over the committed figures."""
 
 BRANCH = 8192
 """Kernels of one name whose shared memory differs by less are taken to have the same tiles."""
@@ -73,10 +73,10 @@ MESHES = {
     "sequence=8": _BOTH,
     "data=2,sequence=4": _BOTH,
 }
-"""How one layer of presets is split."""
+"""Splits of one layer of presets."""
 
 PARTS = ("kernels", "plain", "training")
-"""What is told of a task: registers, spills and shared memory of its kernels by their names; why a
+"""The result of a task: registers, spills and shared memory of its kernels by their names; why a
 pass is plain JAX; memory, collectives and bytes of a training step."""
 
 
@@ -126,7 +126,7 @@ _compiler = compilers.Compiler()
 
 
 def compiled(gpu: str, name: str) -> Row:
-    """What compiling a task for a GPU tells: its :data:`PARTS`, and a ``line`` in words."""
+    """The result of compiling a task for a GPU: its :data:`PARTS`, and a ``line`` in words."""
     task, start = tasks()[name], time.perf_counter()
     kernel_call.refused.clear()
     of_step = isinstance(task, Training)
@@ -152,7 +152,7 @@ def compiled(gpu: str, name: str) -> Row:
 
 
 def _training(stats: Any, text: str) -> Row:
-    """What is told of a training step: `stats` are XLA's ``memory_analysis()``."""
+    """The result of a training step: `stats` are XLA's ``memory_analysis()``."""
     exchanged = compilers.exchanged_in(text)
     needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return {
@@ -183,7 +183,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
     sharding = jax.sharding.SingleDeviceSharding(compilers.described(gpu, 1)[0])
 
     def shapes_of(f: Callable[..., Any], *args: Any) -> Any:
-        """What `f` gives, as shapes on the device."""
+        """The results of `f`, as shapes on the device."""
         give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
         return jax.tree.map(give, jax.eval_shape(f, *args))
 

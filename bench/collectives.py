@@ -1,4 +1,4 @@
-"""What devices exchange in each op: ``python -m bench collectives`` compiles and compares.
+"""Collectives of each op: ``python -m bench collectives`` compiles and compares.
 
 Each op of the table of cases is compiled for 8 H200s that are not there, and some for 64, with one
 axis split between them all and under plain ``jax.jit``: forward, and value with gradient. The
@@ -36,7 +36,7 @@ SIZES = {
 """The sizes of the axes on 8 devices."""
 
 MORE = {"m": (64, 2048), "b": 64, "l": 16384, "d": 4096, "heads": 192}
-"""That of the axis that is split between 64, where it is another."""
+"""The size of the axis that is split between 64, where it is another."""
 
 WHOLE = ("n", "p", "g", "w", "i")
 """Axes that nobody splits: states, the size of a head, groups, taps, micro-batches."""
@@ -93,7 +93,7 @@ def _cases() -> Iterator[Any]:
 
 
 def compiled(name: str) -> Held:
-    """What the passes of a program exchange."""
+    """The collectives of the passes of a program."""
     import jax
     import numpy as np
     from jax.sharding import AxisType, Mesh, NamedSharding

@@ -120,7 +120,7 @@ device_description_str: "{gpu.name}"
 
 
 class Kernel(NamedTuple):
-    """What a compiled kernel takes: registers a thread, bytes of spills and of shared memory.
+    """Resources of a compiled kernel: registers a thread, bytes of spills and of shared memory.
 
     Spills are the bytes that a thread stores and those that it loads again, where it runs each
     instruction once.
@@ -235,7 +235,7 @@ def _launch(program: Any, module: bytes) -> tuple[str, int]:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[Callable[[], str]]:
-    """What the process prints inside the block, C++ included; to be asked for after it."""
+    """Captures what the process prints inside the block, C++ included; it is read after it."""
     flush_c = ctypes.CDLL(None).fflush
     printed = ""
     with tempfile.TemporaryFile("w+") as file:
@@ -334,7 +334,7 @@ def exchanges(text: str) -> Iterator[tuple[str, int]]:
 
 
 def exchanged_in(text: str) -> dict[str, list[int]]:
-    """Of each kind of collective in a program's text how many there are, and their bytes."""
+    """Number and bytes of each kind of collective in a program's text."""
     found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for kind, size in exchanges(text):
         found[kind][0] += 1
@@ -343,7 +343,7 @@ def exchanged_in(text: str) -> dict[str, list[int]]:
 
 
 def _group_size(attributes: str) -> int:
-    """How many devices exchange with one another, by an instruction's attributes."""
+    """Number of devices that exchange with one another, by an instruction's attributes."""
     if iota := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(iota[1])
     if mesh := re.search(r"replica_groups=mesh\[([^]]*)\] ?\{([^}]*)\}", attributes):

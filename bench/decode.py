@@ -39,7 +39,7 @@ _PRECISIONS = {"jaxkern": "fp32", "jaxkern-bf16": "params=bfloat16,compute=bfloa
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to decode, and by whom.
+    """A model to decode, and the library that does it.
 
     Attributes:
       contender: who decodes.

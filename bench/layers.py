@@ -120,7 +120,7 @@ def _jla(sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
 
 
 def _in_jax(job: Job) -> tuple[Callable[[Any], Any], Call]:
-    """How a contender arranges :class:`mamba2.Weights`, which is not timed, and its layer."""
+    """A contender: how it arranges :class:`mamba2.Weights`, which is not timed; its layer."""
     if job.contender == "jla":
         return _jla(job.sizes)
     if job.contender in POLICIES:

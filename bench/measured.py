@@ -34,7 +34,7 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """What the tables call the shape."""
+        """The name of the shape in tables."""
         variant = f"-{self.of.variant}" if self.of.variant else ""
         return "x".join(map(str, self.at.sizes)) + variant + self.at.word
 
@@ -76,7 +76,7 @@ class Case:
         return self.of.call(*arrays, implementation=implementation, **self.at.options)
 
     def plain(self, *arrays: Any) -> Any:
-        """What plain JAX gives: the result, and of a scalar, which tells little, the gradients."""
+        """The results of plain JAX, and for a scalar, which says little, the gradients."""
         call = functools.partial(self.call, implementation="xla")
         if not self.scalar:
             return call(*arrays)
@@ -85,7 +85,7 @@ class Case:
 
     @property
     def costs(self) -> dict[str, tuple[int, int]]:
-        """Of each pass the bytes, each array once, and the operations of its matrix products."""
+        """Bytes of each pass, each array once, and operations of its matrix products."""
         itemsize = jax.numpy.dtype(self.dtype).itemsize
         total = lambda terms: case.total(terms, self.sizes)
         passes = {"forward": self.of.forward, "backward": self.of.backward}

@@ -62,7 +62,7 @@ def _by_name() -> dict[str, Case | Step]:
 
 
 def passes(case: Case | Step) -> Callable[..., Any]:
-    """What a case runs by the kernels: forward and backward, or an optimizer's step.
+    """The kernels' program of a case: forward and backward, or an optimizer's step.
 
     The kernel of a forward that nobody differentiates may be another one, and is there too.
     """

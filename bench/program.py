@@ -1,4 +1,4 @@
-"""What the commands of ``python -m bench`` share: options, jobs, where figures come from, files.
+"""Shared code of the commands of ``python -m bench``: options, jobs, origin of figures, files.
 
 It does not import JAX by itself, so that a command may set up its process before it does.
 """
@@ -105,7 +105,7 @@ def share_device(jobs: int) -> None:
 
 
 def machine(commit: str) -> Row:
-    """Where the figures come from: without it they mean nothing."""
+    """The origin of the figures: without it they mean nothing."""
     import jax
 
     import jaxkern

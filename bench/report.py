@@ -105,7 +105,7 @@ FAMILIES = {
         "kernels; XLA for `accumulate_gradients`",
     ),
 }
-"""What README says of the ops of a family, and what runs on a GPU."""
+"""Description of the ops of a family in README, and of what runs on a GPU."""
 
 CLASSES = {
     "Optimizers": (
@@ -114,7 +114,7 @@ CLASSES = {
         "jaxkern.optim.transforms.Quantised",
     )
 }
-"""What the reference describes behind a family, and is no public name."""
+"""Classes that the reference describes behind a family, and are no public names."""
 
 CHECKPOINTS = """
 `1` | all states | 4·N | 64 | /1

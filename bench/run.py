@@ -33,12 +33,12 @@ from bench.processes import device
 from bench.program import Row
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
-"""Of jaxkern; ``"auto"`` is what ``None`` picks."""
+"""Implementations of jaxkern; ``"auto"`` is what ``None`` picks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to time: the case of an index, by an implementation, with so many calls."""
+    """A case to time, by its index, with an implementation and a number of calls."""
 
     index: int
     case: str
@@ -59,7 +59,7 @@ class _Program:
         self.compile_s = time.perf_counter() - start
 
     def row(self, told: Callable[..., Row], direction: str, sets: Any, calls: int) -> Row:
-        """What is told of its time, and of the first call by itself."""
+        """The figures of its time, and of the first call by itself."""
         start = time.perf_counter()
         jax.block_until_ready(self.run(*sets[0]))
         first = time.perf_counter() - start

@@ -111,7 +111,7 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
 
 
 def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:
-    """What gives the change of a small tree's parameters, compiled."""
+    """The compiled function that gives the change of a small tree's parameters."""
     small = dataclasses.replace(step, shapes=((64, 128), (96,)))
     init, run = program(small, name)
     flat = lambda tree: jnp.concatenate([jnp.float32(a).ravel() for a in jax.tree.leaves(tree)])

@@ -116,7 +116,7 @@ def _measure_wall(
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine reaches at best.
+    """The best that the machine reaches.
 
     Attributes:
       copy: bytes a second, read and written, of a copy.

@@ -63,7 +63,7 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to train, and by whom.
+    """A model to train, and the library that does it.
 
     Attributes:
       contender: who trains it.
@@ -136,7 +136,7 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
 
 
 def draw_documents(job: Job, batch: int) -> list[dict[str, np.ndarray]]:
-    """What says where a batch's documents end: ``segment_ids`` (batch, length + 1), or nothing."""
+    """Ends of a batch's documents: ``segment_ids`` (batch, length + 1), or nothing."""
     if job.document is None:
         return [{}] * BATCHES
     rng = np.random.default_rng(1)

@@ -36,7 +36,7 @@ AXES = {
     "g": "groups",
     "v": "classes",
 }
-"""What the axes are."""
+"""Meanings of the axes."""
 
 
 def normal(key: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -111,7 +111,7 @@ def dtypes(data: Any, matrices: Any = None, parameters: Any = None) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a pass takes at least; each is a sum of products of sizes, as ``"m k + k h"``.
+    """The least that a pass takes; each is a sum of products of sizes, as ``"m k + k h"``.
 
     Attributes:
       elements: that it reads or writes, each array once, in the dtype of the data.
@@ -152,7 +152,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Where an op's errors are measured.
+    """The sizes at which an op's errors are measured.
 
     Attributes:
       sizes: of the axes, in the order of the case's.
@@ -248,7 +248,7 @@ class Case:
         return [argument.type(sizes, dtypes) for argument in self.arguments]
 
     def specs(self, axis: str, over: str, sizes: Sizes) -> tuple[PartitionSpec, ...]:
-        """How arguments and result lie where the mesh axis `over` splits the case's `axis`."""
+        """Shardings of arguments and result where the mesh axis `over` splits the case's `axis`."""
         result = self.arguments[0].axes if self.result is None else self.result
         every = [*(a.axes for a in self.arguments), result]
         return tuple(
@@ -257,7 +257,7 @@ class Case:
         )
 
     def collectives(self, axis: str) -> dict[str, int]:
-        """How many of each collective value and gradient need, split over `axis`.
+        """Number of each collective that value and gradient need, split over `axis`.
 
         The gradient of an array that does not have the axis is a sum over devices; XLA joins
         several.

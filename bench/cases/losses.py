@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 1e-3, "reduction": 
 
 
 def _losses(logits: Any, labels: Any) -> Any:
-    """What a user would write, with the options above."""
+    """The loss as a user would write it, with the options above."""
     labels = labels.astype(jnp.int32)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = jax.nn.logsumexp(wide, axis=-1)
@@ -38,7 +38,7 @@ def _linear(x: Any, weight: Any, labels: Any, bias: Any) -> Any:
 
 
 def _plain_losses(logits: Any, labels: Any) -> Any:
-    """What a user would write without options: as few passes over the logits as XLA can make."""
+    """The loss as a user would write it without options, in as few passes as XLA makes."""
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     lse = jax.nn.logsumexp(wide, axis=-1)
     chosen = jnp.take_along_axis(logits, labels.astype(jnp.int32)[..., None], axis=-1)[..., 0]

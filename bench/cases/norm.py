@@ -30,7 +30,7 @@ _SPLIT: dict[str, dict[str, Any]] = {
     # Sums for the mean, too, and of the gradient; XLA joins two each time.
     "layer_norm": {"split": "m d", "features": {"all-reduce": 4}},
 }
-"""How a mesh splits a norm: statistics are sums over the devices that have a row."""
+"""Collectives of a norm on a mesh: statistics are sums over the devices that have a row."""
 
 _WIDTHS = (64, 256, 512, 768, 1024, 2048, 4096, 5120, 8192, 11008, *(1 << i for i in range(14, 19)))
 _SHAPES = (

@@ -36,7 +36,7 @@ class Arranged:
 
 
 def _load(path: str) -> Any:
-    """What ``"module:name"`` says, imported."""
+    """The object ``"module:name"``, imported."""
     module, _, name = path.partition(":")
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
@@ -159,7 +159,7 @@ def _mamba_normed() -> Any:
 
 
 def _loss_of_torch(make: Callable[[], Any]) -> Callable[[], Any]:
-    """What `make` gives, with int64 labels and a weight, if any, that lies as an embedding does."""
+    """The function of `make`, with int64 labels and any weight as an embedding lies."""
     take = lambda x, *rest: (x, *map(_flipped, rest[:-1]), rest[-1].long())
     return lambda: Arranged(make(), take, back=lambda dx, *rest: (dx, *map(_flipped, rest)))
 
@@ -336,7 +336,7 @@ _LIGER = {
 
 
 def activation(name: str) -> Peers:
-    """Those of an activation or a gated unit."""
+    """The peers of an activation or a gated unit."""
     of_liger = {"liger": _LIGER[name]} if name in _LIGER else {}
     return of_liger | {"compile": lambda: _compiled(_functional(name))()}
 

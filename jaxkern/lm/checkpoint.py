@@ -1,4 +1,4 @@
-"""What a run's folder holds, and saving and restoring it.
+"""A run's folder: its contents, and saving and restoring them.
 
     config.yaml      the configuration
     run.json         what else the run began with; written last: its presence makes a folder a run
@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # orbax takes a second to import, which the first step need n
 FORMAT = "jaxkern-lm-2"  # raised where older folders cannot be read
 LOCK, _RECORD, _CONFIG, _CHECKPOINTS = ".lock", "run.json", "config.yaml", "checkpoints"
 BEFORE = (LOCK, _CONFIG, "tokenizer.json")
-"""What may lie, beside tokens, in a folder where a run has not begun."""
+"""Files that may lie, beside tokens, in a folder where a run has not begun."""
 
 
 def is_run(out: Path) -> bool:
@@ -179,7 +179,7 @@ def steps(run: Path) -> list[int]:
 
 
 class Restored(NamedTuple):
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Attributes:
         step: how many steps it is after.

@@ -1,4 +1,4 @@
-"""The configuration of a run: what the command line, a YAML file and Python say in one.
+"""The configuration of a run, which command line, YAML file and Python share.
 
 A run's is its preset's, changed by a file, changed by flags; a preset is such a file, too. Imports
 neither JAX nor an optional package but PyYAML: --help waits for none.
@@ -261,7 +261,7 @@ class ModelConfig:
         return shortest_repeat(self.kinds)
 
     def count(self, kind: str) -> int:
-        """How many layers are of a kind."""
+        """Number of layers of a kind."""
         return self.kinds.count(kind)
 
     @property

@@ -1,4 +1,4 @@
-"""What this machine has, and for every op what would run on it and why nothing else.
+"""A report of this machine, and of what every op would run on it and why.
 
 Nothing here is decided a second time: each op is lowered for the default device, and the program
 says whether it holds kernels. The reasons are the words with which the op itself refuses.
@@ -88,7 +88,7 @@ _RUNS: dict[str, Callable[..., Any]] = {
         x, residual, 0.1, jax.random.key(0), **options
     ),
 }
-"""How an op is called that takes more than arrays."""
+"""Calls of ops that take more than arrays."""
 
 
 def doctor() -> None:
@@ -155,7 +155,7 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _output(*command: str) -> str:
-    """What a program prints; "" if it is not there or fails."""
+    """The output of a program; "" if it is not there or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         run = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         return run.stdout.strip()

@@ -1,4 +1,4 @@
-"""How transformers stores each kind of language model: the keys of config.json, the tensors' names.
+"""Transformers' layouts of language models: the keys of config.json, the tensors' names.
 
     model_type   a layer of theirs is                         here
     mamba        a Mamba block                                mamba
@@ -87,7 +87,7 @@ def value_of(content: Mapping[str, Any], name: str, default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How transformers stores the language models of one of its classes.
+    """Transformers' layout of the language models of one of its classes.
 
     Attributes:
       model_type: what config.json calls it.

@@ -47,7 +47,7 @@ def decayed(params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How the model runs, as opposed to what it is.
+    """Options of how the model runs, as opposed to what it is.
 
     Attributes:
       policy: dtypes.

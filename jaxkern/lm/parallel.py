@@ -1,4 +1,4 @@
-"""How a language model is split between devices: over which axes of a mesh, and along what.
+"""The split of a language model between devices: over which axes of a mesh, and along what.
 
     data      every device has all parameters, and a part of the batch
     sequence  every device has all parameters, and a part of each sequence
@@ -96,7 +96,7 @@ class Split:
     # Where a parameter lies
 
     def specs(self, tree: Any, *, stored: bool = False) -> Any:
-        """How the leaves of a tree of parameters, or of a training state, are split.
+        """The specs of the leaves of a tree of parameters, or of a training state.
 
         `stored` is for the order of columns that checkpoints have.
         """
@@ -218,7 +218,7 @@ class Split:
         return convolved if name.startswith("conv") else [inner, *convolved, (sizes.heads, True)]
 
     def _order(self, name: str) -> np.ndarray:
-        """Which column of a checkpoint each column of the devices is, one device after the other.
+        """The checkpoint's column of each column of the devices, one device after the other.
 
         Columns that are not split are there once for each device.
         """
@@ -291,7 +291,7 @@ def _name_of(path: Any) -> tuple[str, int]:
 
 
 def split_of(config: TrainConfig, devices: int) -> Split:
-    """How a run's model is split between devices.
+    """The split of a run's model between devices.
 
     Raises:
       RunError: it cannot be, or the batch or its sequences cannot.

@@ -63,11 +63,11 @@ class Placement:
 
     @property
     def platform(self) -> str:
-        """That of the devices."""
+        """The platform of the devices."""
         return self.devices[0].platform
 
     def sharding(self, *spec: Any) -> Any:
-        """How an array is split that has these entries of a ``PartitionSpec``."""
+        """The sharding of an array with these entries of a ``PartitionSpec``."""
         if self.mesh is None:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
@@ -85,7 +85,7 @@ class Placement:
         return self.sharding(None, batch, self.split.axis("sequence"))
 
     def shardings(self, tree: Any, *, stored: bool = False) -> Any:
-        """How the leaves of a tree of parameters, or of a training state, are split.
+        """The shardings of the leaves of a tree of parameters, or of a training state.
 
         `stored` is for the order of columns that checkpoints have.
         """

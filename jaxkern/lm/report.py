@@ -1,4 +1,4 @@
-"""What a run says while it trains and leaves behind: progress, metrics.jsonl, loss.png."""
+"""Output of a run: progress, metrics.jsonl, loss.png."""
 
 import contextlib
 import json

@@ -363,7 +363,7 @@ _ESCAPES |= {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 
 
 class Timing:
-    """How fast the tokens of all texts together are decoded."""
+    """The speed at which tokens of all texts together are decoded."""
 
     def __init__(self):
         self._start = time.perf_counter()

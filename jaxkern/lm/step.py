@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
 
 
 def compiler_options(platform: str) -> dict[str, Any] | None:
-    """How XLA compiles what trains, to the same arithmetic in every process.
+    """Compiler options of what trains, for the same arithmetic in every process.
 
     On a GPU it else times matrix products and takes the fastest, and a resumed run would drift.
     Without Triton's products two additions a layer become part of cuBLAS's. On a CPU LLVM's least

@@ -516,7 +516,7 @@ class Trainer:
         say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _where_it_stands(self) -> str:
-        """How a run that was stopped outside its steps is continued."""
+        """Says how a run that was stopped outside its steps is continued."""
         out = self.out
         if checkpoint.is_run(out):
             last = max(checkpoint.steps(out), default=None)
@@ -530,7 +530,7 @@ class Trainer:
         return f"training had not begun, and nothing is kept in {out}"
 
     def _how_to_continue(self) -> str:
-        """How the processes of a run go on with it."""
+        """Says how the processes of a run go on with it."""
         flags = f"--resume --out {shlex.quote(str(self.out))}"
         if self.peers.count == 1:
             return f"continue with: jaxkern train {flags}"

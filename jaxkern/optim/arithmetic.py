@@ -61,7 +61,7 @@ from jaxkern.elementwise.philox import halves, philox, wide_product
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule:
-    """What a step is compiled for of the optimizer.
+    """Static choices of an optimizer, for which a step is compiled.
 
     Attributes:
       kind: the update.

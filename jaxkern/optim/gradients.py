@@ -155,7 +155,7 @@ def _groups(mode: Mode, leaves: Sequence[jax.Array]) -> list[tuple[Mode, tuple[i
 
 @dataclasses.dataclass(frozen=True)
 class GradientOptions:
-    """What a pass over gradients is compiled for."""
+    """Static arguments of a pass over gradients."""
 
     mode: Mode
     ranks: tuple[int, ...]  # of the leaves
@@ -344,7 +344,7 @@ def accumulate_gradients(
 def sums_of_gradients(
     loss_fn: Callable[..., Any], params: Tree, microbatches: Tree, *, has_aux: bool = False
 ) -> tuple[Any, Tree]:
-    """What `loss_fn` gives for each microbatch, stacked, and the sums of its gradients.
+    """The results of `loss_fn` for each microbatch, stacked, and the sums of its gradients.
 
     The sums are in float32 at least; arguments are those of :func:`accumulate_gradients`.
     """

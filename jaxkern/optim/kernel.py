@@ -139,7 +139,7 @@ def _vector(rule: UpdateRule, leaf: Leaf) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateOptions:
-    """What the pass over the leaves of a launch is compiled for."""
+    """Static arguments of the pass over the leaves of a launch."""
 
     rule: UpdateRule
     mode: Mode

@@ -1,4 +1,4 @@
-"""How a step runs over a tree: its options, the state between steps, and its leaves and numbers."""
+"""A step over a tree: its options, the state between steps, and its leaves and numbers."""
 
 import dataclasses
 import math

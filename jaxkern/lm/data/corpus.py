@@ -122,7 +122,7 @@ class Corpus:
 
     @property
     def tokens_per_byte(self) -> float:
-        """What turns a loss of its tokens into one of bytes."""
+        """The factor from a loss of its tokens to one of bytes."""
         return tokens_per_byte(self.train)
 
     def batches(self, config: TrainConfig) -> Any:
@@ -168,12 +168,12 @@ class Corpus:
 
 
 def tokens_per_byte(streams: Sequence[Stream]) -> float:
-    """What turns a loss of tokens into one of bytes, of sources that are drawn by their shares."""
+    """The factor from a loss of tokens to one of bytes, of sources drawn by their shares."""
     return 1 / sum(stream.share / stream.tokens_per_byte for stream in streams)
 
 
 def predicted(batch: Packed) -> int:
-    """How many tokens of a batch are predicted: all but the first of each segment."""
+    """Number of tokens of a batch that are predicted: all but the first of each segment."""
     tokens, segments = batch
     if segments is None:
         return tokens[..., 1:].size
@@ -279,13 +279,13 @@ def _digest(content: Any) -> str:
 
 
 def _identity(files: Sequence[File]) -> list[Any]:
-    """What tells files from others, as far as can be told without reading them."""
+    """An identity of files, as far as it can be had without reading them."""
     stats = [(file, file.path.stat()) for file in files]
     return [[str(f.path.resolve()), f.field, s.st_size, s.st_mtime_ns] for f, s in stats]
 
 
 def _name(source: Source, others: Sequence[Source]) -> str:
-    """What reports call a source: the end of its path, or where others have the same all of it."""
+    """The name of a source in reports: the end of its path, or all of it where others end alike."""
     end = lambda source: os.path.basename(source.path.rstrip("/")) or "standard library"
     same = [each for each in others if (end(each), each.held_out) == (end(source), source.held_out)]
     if len(same) == 1 and "*" not in end(source):

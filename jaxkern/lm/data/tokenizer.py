@@ -1,4 +1,4 @@
-"""How text becomes tokens: bytes, Hugging Face's tokenizer.json, or a byte-level BPE of the data.
+"""Tokenizers: bytes, Hugging Face's tokenizer.json, or a byte-level BPE of the data.
 
 Every document is a token that begins it, those of its text, and one that ends it. Of bytes both are
 the zero byte; of a tokenizer they are what its files name, or what the common ones are called.
@@ -44,7 +44,7 @@ class Bytes:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def stored(self) -> str:
-        """What tells it from others."""
+        """Its identity among tokenizers."""
         return "bytes"
 
 
