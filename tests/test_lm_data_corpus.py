@@ -275,7 +275,7 @@ def test_sources_their_weights_and_data_to_validate_with(root, tmp_path):
         assert size == sum(len(record[field].encode()) for record in records)
 
 
-def test_too_little_text_and_broken_files_are_named(tmp_path):
+def test_too_little_text_and_broken_files_are_named(tmp_path, capsys):
     path, out = tmp_path / "a.txt", tmp_path / "run"
     path.write_text("é")
     refused(r"source a\.txt has 3 tokens; give more text", build, path, out, tokenizer="bpe:300")
@@ -292,10 +292,12 @@ def test_too_little_text_and_broken_files_are_named(tmp_path):
 
     few, more = write_lines(tmp_path / "few.jsonl", ["the scan", "reads"]), tmp_path / "more.txt"
     more.write_text("some words " * 40)
-    words = "training data, .* 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower"
+    words = "training data has 1. tokens, fewer than the 4,097 that --seq-len 4096 needs; lower --s"
     refused(words, build, few, out, seq_len=4096)
+    capsys.readouterr()
     build(few, out, data=(str(few), str(more)), seq_len=100)
-    words = "validation data, or a source of it, has 22 tokens, fewer than"
+    assert "warning: 1 of 2 sources of --data (few.jsonl) have fewer" in capsys.readouterr().out
+    words = "validation data has 22 tokens, fewer than"
     refused(words, build, more, out, seq_len=50, pack=False)
     assert config_of(path).for_tokens(50277).model.vocab_size == 50304
     # Why files of a folder are skipped is told: a wrong field before what is no text at all.

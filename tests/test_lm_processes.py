@@ -25,8 +25,18 @@ PAIRS = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_LOCALID": "1"}
 MPI_5 = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
 MPI_5 |= {"OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 MPI = MPI_5 | {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911"}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4"}
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 OF = lambda devices, **more: {"num_processes": 4, "local_device_ids": devices} | more
+
+
+def launched(monkeypatch, variables):
+    """Sets what a launcher does, for a process that sees four GPUs."""
+    for name in {*os.environ}:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "KUBERNETES_", "JOB_COMPLETION")):
+            monkeypatch.delenv(name)
+    for name, value in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | variables).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(
@@ -38,24 +48,36 @@ OF = lambda devices, **more: {"num_processes": 4, "local_device_ids": devices} |
         (PAIRS | {"SLURM_GPUS_PER_TASK": "4"}, OF([])),
         (SLURM | MPI, OF([2, 3])),  # inside a job of Slurm
         (MPI_5, OF([2, 3], cluster_detection_method="mpi4py")),
+        (SLURM | MPICH, OF([])),  # Slurm may set these variables, too
         (POD, {"local_device_ids": []}),
         ({}, None),
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),  # a batch script
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in an allocation of 4 tasks
         (MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        (MPICH | {"PMI_SIZE": "1"}, None),
     ],
 )
 def test_a_process_is_told_of_others_by_a_cluster_or_by_flags(monkeypatch, variables, expected):
-    for name in {*os.environ}:
-        if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_", "JOB_COMPLETION")):
-            monkeypatch.delenv(name)
-    for name, value in ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"} | variables).items():
-        monkeypatch.setenv(name, value)
+    launched(monkeypatch, variables)
     assert processes.find(None, 1, None) is None
     by_flags = {"coordinator_address": "a:1", "num_processes": 4, "process_id": 1}
     assert by_flags.items() <= (processes.find("a:1", 4, 1) or {}).items()
     assert processes.find(None, None, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (MPICH, "PMI_SIZE=4 says that this process is one of several by MPICH or Intel.*; name --"),
+        (MPICH | SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "PMI_SIZE=4 says"),
+        (PAIRS | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "3 GPUs are not shared evenly by the 2"),
+    ],
+)
+def test_processes_that_would_not_work_together_are_refused(monkeypatch, variables, words):
+    launched(monkeypatch, variables)
+    with pytest.raises(RunError, match=words):
+        processes.find(None, None, None)
 
 
 def test_a_port_that_is_taken_is_refused():

@@ -27,6 +27,7 @@ _TIMES: dict[str, Any] = {
     "heartbeat_timeout_seconds": 40,  # after which one without a sign of life is lost
     "shutdown_timeout_seconds": _LONG,
 }
+_BY_HAND = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1"
 _LOST = r"Gloo \w+ failed|remote process exited|Socket closed|heartbeat|distributed service"
 
 
@@ -85,12 +86,14 @@ class Several(Alone):
             self.index, self.count = jax.process_index(), jax.process_count()
         except Exception as error:  # of the cluster's own kinds
             reason = " ".join(str(error).split()) or type(error).__name__
-            raise RunError(
-                f"JAX cannot join {count} processes ({reason}); name --coordinator HOST:PORT, "
-                "--processes N and --process I, or --processes 1"
-            ) from None
+            raise RunError(f"JAX cannot join {count} processes ({reason}); {_BY_HAND}") from None
         finally:
             signal.signal(signal.SIGINT, before)
+        if (own := jax.local_device_count()) * self.count != jax.device_count():
+            raise RunError(
+                f"process {self.index} of {self.count} has {own} of all {jax.device_count()} "
+                "devices; give each process as many, by CUDA_VISIBLE_DEVICES"
+            )
         self.main, self.name = self.index == 0, f"process {self.index}: "
         self.together, self._asked, self._told = False, False, 0
 
@@ -209,6 +212,12 @@ def _launched() -> dict[str, Any] | None:
     mpi = _OPEN_MPI[0] in os.environ  # which may itself be a task of Slurm
     starts = (re.match(r"\d+", os.environ.get(name, "")) for name in (_OPEN_MPI if mpi else _SLURM))
     count, on_host, local = (int(start[0]) if start else 1 for start in starts)
+    mpich = os.environ.get("PMI_SIZE", "1")  # which Slurm may set, too
+    if not mpi and mpich not in ("1", str(count)):
+        raise RunError(
+            f"PMI_SIZE={mpich} says that this process is one of several by MPICH or Intel MPI, "
+            f"which do not tell where process 0 is; {_BY_HAND}"
+        )
     if count == 1:
         pod = {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= os.environ.keys()
         return {"local_device_ids": []} if pod else None
@@ -217,7 +226,16 @@ def _launched() -> dict[str, Any] | None:
         arguments["cluster_detection_method"] = "mpi4py"
     # By itself JAX takes one GPU for each process. An empty list stands for all that it sees.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = glob.glob("/dev/nvidia[0-9]*") if visible is None else visible.split(",")
+    gpus = (
+        glob.glob("/dev/nvidia[0-9]*")
+        if visible is None
+        else [gpu for gpu in visible.split(",") if gpu]
+    )
     shared = on_host > 1 and "SLURM_GPUS_PER_TASK" not in os.environ
+    if shared and len(gpus) > on_host and len(gpus) % on_host:
+        raise RunError(
+            f"{len(gpus)} GPUs are not shared evenly by the {on_host} processes of this host; "
+            "start as many as divide them"
+        )
     each = len(gpus) // on_host if shared else 0
     return arguments | {"local_device_ids": [*range(local * each, (local + 1) * each)]}

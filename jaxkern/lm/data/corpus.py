@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -369,14 +369,26 @@ def _opened(
 
 
 def _check_length(config: TrainConfig, corpus: Corpus) -> None:
-    """Refuse documents that fill no sequence; in packed windows padding takes the rest."""
-    length = config.seq_len
-    for part, streams in (("training", corpus.train), ("validation", corpus.held_out)):
-        sizes = [len(stream.tokens) for stream in streams]
-        size = sum(sizes) if config.pack else min(sizes)
-        if size <= length and not (config.pack and part == "validation"):
+    """Refuse documents that fill no sequence, and warn of a source that does not.
+
+    What is missing is padding, which costs as much as tokens do; without segments there is none.
+    """
+    length, remedy = config.seq_len, "lower --seq-len or"
+    needed = f"the {length + 1:,} that --seq-len {length} needs"
+    sizes = {stream.name: len(stream.tokens) for stream in corpus.train}
+    parts: dict[str, Collection[int]] = {"training": sizes.values()}
+    if not config.pack:
+        parts["validation"] = [len(stream.tokens) for stream in corpus.held_out]
+    for part, of_part in parts.items():
+        if (size := max(of_part) if config.pack else min(of_part)) <= length:
+            several = "no source of --data has more than" if config.pack else "one source has"
+            what = several if len(of_part) > 1 else f"the {part} data has"
             raise RunError(
-                f"the {part} data, or a source of it, has {size:,} tokens, fewer than the "
-                f"{length + 1:,} that --seq-len {length} needs; lower --seq-len or give more text "
-                "to --data"
+                f"{what} {size:,} tokens, fewer than {needed}; {remedy} give more text to --data"
             )
+    if short := [name for name, size in sizes.items() if size <= length]:
+        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
+        say(
+            f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
+            f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
+        )
