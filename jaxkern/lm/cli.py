@@ -378,16 +378,6 @@ def _sample(flags: dict[str, Any]) -> None:
         stop.tell(str(timing))
 
 
-def _prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    prompts = [*given]
-    if file is not None:
-        lines = file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
-        prompts = prompts + [line.removesuffix("\r") for line in lines if line.strip()]
-        if not prompts:
-            raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
-    return prompts or [""]
-
-
 def _export(flags: dict[str, Any]) -> None:
     _need_packages("export", "safetensors")
     _start_jax()

@@ -96,17 +96,19 @@ def with_chosen(
 
     @inline_mlir(SCALAR, [[REF] * width for _ in rows], returns=(word,) * (2 * width + count))
     def choose(block: Any, rows: Any) -> Any:
-        word, wide = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        narrow, address = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         index = block.registers.item()
 
         def values(first: int, last: int) -> list[Any]:
             if last == first + 1:
-                addresses = [llvm.ptrtoint(wide, mgpu_utils.memref_ptr(ref)) for ref in rows[first]]
+                addresses = [
+                    llvm.ptrtoint(address, mgpu_utils.memref_ptr(ref)) for ref in rows[first]
+                ]
                 # MLIR's constants are signed; the bits are the same.
                 return addresses + [i32(n - 2**32 if n >= 2**31 else n) for n in numbers[first]]
             middle = (first + last) // 2
             before = arith.cmpi(arith.CmpIPredicate.ult, index, i32(starts[middle]))
-            branch = scf.IfOp(before, [wide] * width + [word] * count, has_else=True)
+            branch = scf.IfOp(before, [address] * width + [narrow] * count, has_else=True)
             parts = ((branch.then_block, first, middle), (branch.else_block, middle, last))
             for inside, *part in parts:
                 with ir.InsertionPoint(inside):  # pyright: ignore
@@ -115,9 +117,9 @@ def with_chosen(
 
         found = values(0, len(rows))
         words = []
-        for address in found[:width]:
-            upper = arith.shrui(address, arith.constant(wide, 32))
-            words += [arith.trunci(word, address), arith.trunci(word, upper)]
+        for pointer in found[:width]:
+            upper = arith.shrui(pointer, arith.constant(address, 32))
+            words += [arith.trunci(narrow, pointer), arith.trunci(narrow, upper)]
         return tuple(fragmented(w, signed=False) for w in (*words, *found[width:]))
 
     words = choose(block, [list(row) for row in rows])

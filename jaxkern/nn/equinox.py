@@ -176,7 +176,7 @@ class SwiGLU(eqx.Module):
       hidden_features: H, between the projections.
       use_bias: whether the projections have biases.
       dtype: of the parameters; by default Equinox's.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is also of the projections.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also for the projections.
       key: from which the initial values are drawn.
     """
 

@@ -157,7 +157,7 @@ class SwiGLU(nnx.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nnx.Linear``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` is also of the projections.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also for the projections.
       rngs: where the initial values are drawn from.
       **options: others of ``nnx.Linear``.
 

@@ -151,7 +151,7 @@ class SwiGLU(nn.Module):
       use_bias: whether the projections have biases.
       dtype: of the computation, as in ``nn.Dense``.
       param_dtype: of the parameters.
-      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also of the projections.
+      implementation: of :func:`jaxkern.swiglu`; ``"xla"`` also for the projections.
       precision, kernel_init, bias_init: of the projections, as in ``nn.Dense``.
     """
 
