@@ -585,6 +585,23 @@ def test_a_run_of_a_model_is_sampled(learned):
     assert run(*argv, "--temperature", 0) != first
 
 
+@pytest.mark.exhaustive
+def test_double_precision_changes_nothing(learned, tmp_path):
+    """Under JAX_ENABLE_X64 the run's arrays are those that it has without."""
+    argv, whole, _ = learned
+    out = tmp_path / "run"
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert "step 6 of" in run(*argv, "--out", out, code=143, after=5)
+        assert len(run("sample", "--run", out, "--length", 16, "--temperature", 0)) > 1
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    for wide, narrow in zip(losses(out), losses(whole)[:7], strict=True):
+        assert wide == pytest.approx(narrow, rel=1e-6)
+    assert "step 8 of" in resume(out, code=143, after=7)  # float32 and int32
+    assert checkpoint.steps(out) == [6, 8]
+
+
 # What it is looked at with: a trace of its steps, TensorBoard, Weights & Biases
 
 
