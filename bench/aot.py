@@ -113,7 +113,7 @@ def tasks() -> dict[str, Task]:
     from jaxkern.lm.config import PRESETS, axes_of
 
     size = lambda name: PRESETS[name].model.d_model ** 2 * PRESETS[name].model.n_layers
-    # What takes longest comes first, and two presets beside each other share no kernels.
+    # The slowest come first, and two presets beside each other share no kernels.
     presets = sorted((n for n in PRESETS if not n.endswith("micro")), key=size, reverse=True)
     trainings = [Training(preset, devices) for devices in DEVICES for preset in presets]
     for mesh, of_mesh in MESHES.items():
