@@ -85,6 +85,9 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     "apply",
     "scale_gradients",
     "accumulate_gradients",
+    # Kernels of your own
+    "custom_op",
+    "triton_call",
     # Dtypes, the implementation, and the GPU that a program is for
     "precision",
     "default_implementation",

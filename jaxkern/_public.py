@@ -4,6 +4,7 @@
 import jaxkern.precision as precision
 from jaxkern.core.dispatch import default_implementation
 from jaxkern.core.target import Gpu, lowering_for
+from jaxkern.custom import custom_op, triton_call
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from jaxkern.ops.cross_entropy import cross_entropy, linear_cross_entropy

@@ -10,8 +10,14 @@ import enum
 import functools
 import hashlib
 import inspect
+import itertools
 import os
-from collections.abc import Callable, Iterator
+import sys
+import sysconfig
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -90,17 +96,23 @@ def identity(kernel: Bound, *others: Any) -> str:
     """Writes down all that a kernel depends on: itself, `others`, JAX's version, source, flags."""
     flags = {k: v for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU_")}
     versions = f"jax {jax.__version__} jaxlib {jaxlib.version.__version__}"
-    function: Any = kernel.function
-    source = _source(inspect.getsourcefile(getattr(function, "func", function)))
-    return f"{describe((kernel, *others))} {versions} source {source} flags {flags}"
+    return f"{describe((kernel, *others))} {versions} source {_source()} flags {flags}"
+
+
+def outlives_process(identity: str) -> bool:
+    """Whether another process can find what has this identity."""
+    return _PROCESS not in identity
 
 
 def describe(value: Any) -> str:
     """Writes down a static argument: the text is equal for equal ones, in every process.
 
+    A function from outside of the package also has a digest of all source outside of installed
+    packages, and their versions. One that has no file, or is made inside another function, is
+    itself in this process alone.
+
     Raises:
-      TypeError: `value` holds something whose text would not identify it, such as a function
-        made inside another one.
+      TypeError: `value` holds something whose text would not identify it.
     """
     if value is None or isinstance(value, bool | int | float | str | bytes):
         return repr(value)
@@ -116,6 +128,8 @@ def describe(value: Any) -> str:
         return f"{_named(type(value))}({', '.join(f'{n}={describe(v)}' for n, v in fields)})"
     if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
         return np.dtype(value).name
+    if isinstance(value, FunctionType) and not value.__module__.startswith("jaxkern."):
+        return f"{_named(value)} {_users_source(value)}"
     if isinstance(value, FunctionType) and "<" not in value.__qualname__:
         return _named(value)
     raise TypeError(
@@ -133,12 +147,44 @@ _ROOMS = ("core", "elementwise", "mosaic", "ops", "optim")
 
 
 @functools.cache
-def _source(file: str | None) -> str:
-    """Digests the package's source that kernels are made of, and `file`."""
-    files = [f for room in _ROOMS for f in sorted((_PACKAGE / room).rglob("*.py"))]
-    if file is not None and not Path(file).is_relative_to(_PACKAGE):
-        files.append(Path(file))
+def _source() -> str:
+    """Digests the package's source that kernels are made of."""
+    return _digest(f for room in _ROOMS for f in sorted((_PACKAGE / room).rglob("*.py")))
+
+
+def _digest(files: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
+
+
+_PROCESS = f"process {uuid.uuid4().hex}"
+_numbers: weakref.WeakKeyDictionary[FunctionType, int] = weakref.WeakKeyDictionary()
+_number = itertools.count()
+
+
+def _users_source(function: FunctionType) -> str:
+    """Identifies the source of a function that is not the package's, and all that it may call."""
+    file = inspect.getsourcefile(function)
+    if "<" in function.__qualname__ or file is None or not Path(file).is_file():
+        return f"{_PROCESS} {_numbers.setdefault(function, next(_number))}"
+    files = {Path(file)}
+    for module in list(sys.modules.values()):
+        if isinstance(name := getattr(module, "__file__", None), str) and name.endswith(".py"):
+            files.add(Path(name))
+    return f"{_digest(sorted(f for f in files if _is_users(f)))} {_installed()}"
+
+
+def _is_users(file: Path) -> bool:
+    """Whether a file belongs neither to this package, nor to Python or an installed one."""
+    others = _PACKAGE, Path(sysconfig.get_paths()["stdlib"])
+    installed = {"site-packages", "dist-packages"} & {*file.parts}
+    return not installed and file.is_file() and not any(map(file.is_relative_to, others))
+
+
+@functools.cache
+def _installed() -> str:
+    """Digests the names and versions of all installed packages."""
+    found = sorted(f"{each.name} {each.version}" for each in metadata.distributions())
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()

@@ -27,7 +27,7 @@ from jax.interpreters import mlir, xla
 from jax.typing import DTypeLike
 
 from jaxkern.core import cache, target
-from jaxkern.core.bound import Arrays, Bound, identity, standard_promotion
+from jaxkern.core.bound import Arrays, Bound, identity, outlives_process, standard_promotion
 from jaxkern.core.target import Gpu, UnfitError
 
 Types = tuple[tuple[tuple[int, ...], DTypeLike], ...]
@@ -202,16 +202,21 @@ def _found_or_exported(
 ) -> export.Exported:
     global found_on_disk
     key = identity(kernel, name, types, gpu, precision)
-    if (content := cache.load(key)) is not None:
+    keep = outlives_process(key)
+    if keep and (content := cache.load(key)) is not None:
         found_on_disk += 1
         return export.deserialize(bytearray(content))
     module = _export(name, kernel, types, gpu, precision)
     lowerings[name] = lowerings.get(name, 0) + 1
-    cache.store(key, bytes(module.serialize()))
+    if keep:
+        cache.store(key, bytes(module.serialize()))
     return module
 
 
-_MOSAIC = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+_KERNELS = [
+    export.DisabledSafetyCheck.custom_call(name)
+    for name in ("mosaic_gpu_v2", "triton_kernel_call", "triton_kernel_call_ffi")
+]
 
 
 def _export(name: str, kernel: Bound, types: Types, gpu: Gpu, precision: Any) -> export.Exported:
@@ -221,7 +226,7 @@ def _export(name: str, kernel: Bound, types: Types, gpu: Gpu, precision: Any) ->
     launch.__name__ = name
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     with target.fitting_to(gpu), _configured(precision), _shared_memory_of(gpu):
-        exporting = export.export(jax.jit(launch), platforms=["cuda"], disabled_checks=[_MOSAIC])
+        exporting = export.export(jax.jit(launch), platforms=["cuda"], disabled_checks=_KERNELS)
         return exporting(*arrays)
 
 
