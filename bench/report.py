@@ -104,6 +104,11 @@ FAMILIES = {
         "finite gradients; the gradient of a batch in parts",
         "kernels; XLA for `accumulate_gradients`",
     ),
+    "Kernels of your own": (
+        "an op from a kernel of yours, in Pallas or Triton: derivatives, `vmap`, meshes, plain JAX "
+        "where there is no GPU",
+        "your kernels",
+    ),
 }
 """Description of the ops of a family in README, and of what runs on a GPU."""
 

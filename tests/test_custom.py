@@ -60,6 +60,7 @@ def of_guide(language):
         all_reduces=1,
         vmaps=((0, None, 0), (1, 0, None), (0, 0, 0)),
         tolerance=1e-5,
+        runs_again=False,
         once=True,
     )
 
@@ -246,6 +247,10 @@ def test_a_wrong_call_is_told():
         with pytest.raises(error, match=words):
             call()
     assert op(weight=weight, x=x).shape == (3, 8)
+    times = lambda x, *, by: x * by
+    scaled = jaxkern.custom_op("x: n -> out: n", reference=times, kernel=times, name="times")
+    found = [scaled(jnp.ones(2, jnp.int32), by=by).dtype for by in (2, 2.0, 2)]
+    assert found == [jnp.int32, jnp.float32, jnp.int32]
     alone = norm(**BY_HAND | {"backward": "x weight rstd dout -> dx"}, name="alone")
     with pytest.raises(NotImplementedError, match="alone has no gradient by weight"):
         jax.grad(lambda w: alone(x, w).sum())(weight)
