@@ -15,6 +15,8 @@ FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 BY_DEFAULT = ("02", "05")
 """Those that compile little; the exhaustive suite runs the others."""
+LARGE = ("03", "09", "10", "12")
+"""Those that need much of a GPU's memory."""
 
 
 def cells(path, kind):
@@ -26,7 +28,7 @@ def sources(path, kind):
 
 
 def marks(path):
-    large = [pytest.mark.large] * ("train" in path.stem)
+    large = [pytest.mark.large] * (path.stem[:2] in LARGE)
     return large + [pytest.mark.exhaustive] * (path.stem[:2] not in BY_DEFAULT)
 
 
