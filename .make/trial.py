@@ -39,7 +39,7 @@ MODES = {
     "leaks": {"JAX_CHECK_TRACER_LEAKS": "1"},
     "ranks": {"JAX_NUMPY_RANK_PROMOTION": "raise"},
 }
-RESOLVED = ("cuda12", "cuda13", "aot")
+RESOLVED = ("cuda12", "cuda13", "aot", "triton")
 """Extras that are not installed."""
 
 

@@ -128,7 +128,7 @@ def describe(value: Any) -> str:
         return f"{_named(type(value))}({', '.join(f'{n}={describe(v)}' for n, v in fields)})"
     if isinstance(value, np.dtype) or (isinstance(value, type) and hasattr(value, "dtype")):
         return np.dtype(value).name
-    if isinstance(value, FunctionType) and not value.__module__.startswith("jaxkern."):
+    if isinstance(value, FunctionType) and not str(value.__module__).startswith("jaxkern."):
         return f"{_named(value)} {_users_source(value)}"
     if isinstance(value, FunctionType) and "<" not in value.__qualname__:
         return _named(value)
