@@ -116,7 +116,7 @@ def test_nothing_installs_the_other_package():
     assert PROJECT["name"] != "jaxkern"
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     files = [ROOT / name for name in listed.stdout.splitlines() if not name.endswith(".json")]
-    other = re.compile(r"\bjaxkern\[|pip install[^\n#]* [j]axkern\b")
+    other = re.compile(r"\bjaxkern\[|pip install[^\n#`)]* [j]axkern\b")
     assert len(files) > 200
     found = [f.name for f in files if f.exists() and other.search(f.read_text(errors="ignore"))]
     assert found == []
