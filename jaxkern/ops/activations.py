@@ -30,7 +30,7 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.elementwise.launch import Lanes, launch, unsupported
+from jaxkern.mosaic.elementwise import Lanes, launch, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
     GatedUnit,

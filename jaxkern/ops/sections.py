@@ -30,8 +30,7 @@ from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, SplitSequence, carried
+from jaxkern.core.mesh import Axes, SplitSequence, carried, vary_over, varying
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
 

@@ -32,7 +32,7 @@ from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import vary_over
-from jaxkern.mosaic.lane_sums import largest_of_warp, sum_of_warp
+from jaxkern.mosaic.lanes import largest_of_warp, sum_of_warp
 from jaxkern.mosaic.launch import LANES, launch_in_place, launch_kernel
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large

@@ -32,16 +32,15 @@ from jaxkern.core import mesh
 from jaxkern.core.arguments import unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.mosaic.arithmetic import nearest
-from jaxkern.mosaic.instructions import (
+from jaxkern.mosaic.arithmetic import (
     fast_exp2,
     fast_log2,
     fast_reciprocal,
     fast_sqrt,
     multiply_wide,
+    nearest,
 )
-from jaxkern.mosaic.lane_sums import largest_of_warp
-from jaxkern.mosaic.lanes import join_lanes
+from jaxkern.mosaic.lanes import join_lanes, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen

@@ -17,11 +17,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import once_read, sigmoid
 from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes, store_lanes, sum_lanes
-from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import Ring, close_copies, copied_channels, release_stage, ring_scratch
 from jaxkern.ops.causal_conv1d.reference import (

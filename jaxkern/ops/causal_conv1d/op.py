@@ -36,8 +36,16 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import SplitSequence, from_before, is_first, is_last, on_all, only_if
+from jaxkern.core.mesh import (
+    SplitSequence,
+    from_before,
+    is_first,
+    is_last,
+    match_primal,
+    match_sharding,
+    on_all,
+    only_if,
+)
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
@@ -50,7 +58,7 @@ from jaxkern.ops.causal_conv1d.reference import (
     reference_fwd,
 )
 from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
-from jaxkern.ops.layers import check_layer, put_layer, take_layer
+from jaxkern.ops.scan_options import check_layer, put_layer, take_layer
 
 
 @final_state_op

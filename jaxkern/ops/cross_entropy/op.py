@@ -17,7 +17,8 @@ A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever 
 Saved for the backward: the logits in the dtype of x, and lse. With M rows these are M·V elements:
 the forward kernel reads them once, the backward kernel reads them and writes du into their memory
 if nothing else needs them; 3 products of 2·M·D·V operations. With a limit on the logits' memory,
-:mod:`jaxkern.ops.cross_entropy.memory` computes them in chunks of rows or parts of the vocabulary.
+:mod:`jaxkern.ops.cross_entropy.linear_op` computes them in chunks of rows or parts of the
+vocabulary.
 
 Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
 smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
@@ -38,8 +39,7 @@ from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_sharding
-from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
+from jaxkern.core.mesh import Axes, SplitSequence, is_first, match_sharding, only_if
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward

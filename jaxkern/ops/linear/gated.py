@@ -39,7 +39,7 @@ from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.split import Partial
+from jaxkern.core.mesh import Partial
 from jaxkern.ops.curves import PLAIN, Activation, GatedUnit, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear.kernel import Product

@@ -31,8 +31,7 @@ from jaxkern.core.arguments import check_array, check_dtype, check_floating
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import Partial
+from jaxkern.core.mesh import Partial, match_primal, match_sharding
 from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
 from jaxkern.ops.linear.products import LinearOptions, check_accumulator, unsupported

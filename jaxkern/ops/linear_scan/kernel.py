@@ -26,8 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import load_short_row, store_short_row
-from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import (
     Ring,

@@ -48,8 +48,7 @@ from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import is_first, is_last, on_all, only_if
+from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernel import launch_bwd, launch_device_carry, launch_fwd
 from jaxkern.ops.linear_scan.reference import (

@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.instructions import once_read, unknown_zero, widened
-from jaxkern.mosaic.lane_sums import computed_here, store
-from jaxkern.mosaic.lanes import sync_block, sync_warpgroup
+from jaxkern.mosaic.arithmetic import once_read, unknown_zero, widened
+from jaxkern.mosaic.lanes import computed_here, store, sync_block, sync_warpgroup
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
 from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions

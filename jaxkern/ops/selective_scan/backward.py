@@ -21,8 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus_slope
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus_slope
 from jaxkern.mosaic.lanes import sum_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.ring import close_copies, release_stage

@@ -25,11 +25,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.arithmetic import LOG2E, exp2_by_polynomial, sigmoid, softplus
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import LOG2E, exp2_by_polynomial, once_read, sigmoid, softplus
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warp
-from jaxkern.mosaic.launch import LANES, grid_axes, shared_memory
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named, shared_memory
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.sections import state_after_all

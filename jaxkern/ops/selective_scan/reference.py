@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather, vary_over, varying
-from jaxkern.core.split import Axes
-from jaxkern.ops.scan_options import StepSizes
+from jaxkern.core.mesh import Axes, vary_over, varying
+from jaxkern.ops.scan_options import StepSizes, split_groups
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 CHUNK = 8
@@ -51,28 +50,13 @@ class SelectiveScanOptions:
 def by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with channels as (G, P): P in each of the G groups of B and C."""
     x, dt, A, B, C, D, z, dt_bias, state = args
-    grouped = B.ndim == x.ndim + 1
-    groups = B.shape[-2] if grouped else 1
-
-    def split(v, axis=-1):
-        return None if v is None else _split_channels(v, axis % v.ndim, groups)
-
-    B, C = (v if grouped else jnp.expand_dims(v, -2) for v in (B, C))
-    tokens, A, state = (split(x), split(dt)), split(A, 0), split(state, -2)
-    return (*tokens, A, B, C, split(D), split(z), split(dt_bias), state)
-
-
-def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
-    if groups == 1:  # a new axis leaves channels split as they are on a mesh
-        return jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
-
-
-def join_channels(v: jax.Array, axis: int) -> jax.Array:
-    if v.shape[axis] == 1:
-        return jnp.squeeze(v, axis)
-    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
+    if B.ndim == x.ndim:
+        B, C = jnp.expand_dims(B, -2), jnp.expand_dims(C, -2)
+    groups, last = B.shape[-2], x.ndim - 1
+    x, dt, z = (split_groups(v, last, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_groups(state, 0 if state is None else state.ndim - 2, groups)
+    return x, dt, A, B, C, D, z, dt_bias, state
 
 
 class _Tokens(NamedTuple):

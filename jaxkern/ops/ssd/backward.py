@@ -39,11 +39,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.fragments import lane_sums, load_own, own_shape, store_column_sums, store_own
-from jaxkern.mosaic.instructions import unknown_zero
+from jaxkern.mosaic.arithmetic import unknown_zero
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warpgroup
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.registers import ROW
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
@@ -52,13 +50,18 @@ from jaxkern.mosaic.wgmma import (
     WARPS,
     accumulated,
     causal,
+    lane_sums,
+    load_own,
     loop,
     multiply,
     over_columns,
     over_rows,
+    own_shape,
     product,
     read,
     start_fetch,
+    store_column_sums,
+    store_own,
     swizzled,
     to_fp32,
     with_accumulators,

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.split import from_before, is_first, is_last, only_if
+from jaxkern.core.mesh import from_before, is_first, is_last, only_if
 from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.segments import along
 from jaxkern.ops.ssd.forward import launch_device_bwd_carry, launch_device_carry

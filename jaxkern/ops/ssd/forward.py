@@ -30,9 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.instructions import unknown_zero
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.arithmetic import sigmoid, unknown_zero
+from jaxkern.mosaic.launch import launch_named
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather, vary_over, varying
-from jaxkern.core.split import Axes
+from jaxkern.core.mesh import Axes, vary_over, varying
+from jaxkern.ops.scan_options import split_groups
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 
@@ -303,25 +303,10 @@ def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
     x, dt, A, B, C, D, z, dt_bias, state = args
     groups = B.shape[-2]
-    x, dt, z = (split_heads(v, axis, groups) for v in (x, dt, z))
-    A, D, dt_bias = (split_heads(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_heads(state, 0 if state is None else state.ndim - 3, groups)
+    x, dt, z = (split_groups(v, axis, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_groups(state, 0 if state is None else state.ndim - 3, groups)
     return x, dt, A, B, C, D, z, dt_bias, state
-
-
-def split_heads(v: Any, axis: int, groups: int) -> Any:
-    """`v` with H at `axis` as (G, R)."""
-    if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
-        return None if v is None else jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
-
-
-def join_heads(v: Any, axis: int) -> Any:
-    """Undoes :func:`split_heads` along `axis`, the axis of G."""
-    if v is None or v.shape[axis] == 1:
-        return None if v is None else jnp.squeeze(v, axis)
-    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
 
 
 class Tokens(NamedTuple):
