@@ -280,11 +280,6 @@ class _DropoutTypes:
     residual: Any
 
 
-@Differentiable
-def _dropout(x: Any, residual: Any, seeds: Any, options: DropoutOptions) -> jax.Array:
-    return _dropout_fwd(x, residual, seeds, options)[0]
-
-
 def _dropout_fwd(x, residual, seeds, options):
     (out,) = FORWARD(options, x, residual, *seeds, *positions_of(options.shape))
     types = _DropoutTypes(
@@ -301,8 +296,7 @@ def _dropout_bwd(options, res, dout):
     return match_primal(dx, types.x), dresidual, (None, None)
 
 
-_dropout.defvjp(_dropout_fwd, _dropout_bwd)
-_dropout_jit = jax.jit(_dropout, static_argnums=3)
+_dropout_jit = Differentiable(_dropout_fwd, _dropout_bwd)
 
 
 # In plain JAX: the specification and the "xla" implementation

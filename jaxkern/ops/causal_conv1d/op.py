@@ -31,7 +31,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
@@ -249,8 +254,7 @@ def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any
             f"weight must have shape (D, W), D the {channels[0]} channels of x and W at least 1; "
             f"got {weight.shape}"
         )
-    if bias is not None:
-        bias = check_array("bias", bias, channels, "(D,) of x")
+    bias = check_optional("bias", bias, channels, "(D,) of x")
     if activation not in (None, "silu"):
         raise ValueError(f'activation must be "silu" or None, got {activation!r}')
     return x, weight, bias
@@ -271,11 +275,6 @@ def _faster(options: ConvOptions, x: Any, *rest: Any) -> bool:
     return x.shape[-1] >= LANES
 
 
-@Differentiable
-def _causal_conv1d(x, weight, bias, state, look_back, options: ConvOptions) -> Any:
-    return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
-
-
 def _causal_conv1d_fwd(x, weight, bias, state, look_back, options):
     out, final = FORWARD(options, x, weight, bias, state, look_back)
     return (match_sharding(out, x), final), (x, weight, bias, state, look_back)
@@ -288,8 +287,7 @@ def _causal_conv1d_bwd(options, res, cotangents):
     return *grads, None if look_back is None else jnp.zeros_like(look_back)
 
 
-_causal_conv1d.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
-_causal_conv1d_jit = jax.jit(_causal_conv1d, static_argnums=5)
+_causal_conv1d_jit = Differentiable(_causal_conv1d_fwd, _causal_conv1d_bwd)
 
 
 def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:

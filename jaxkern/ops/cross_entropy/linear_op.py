@@ -28,7 +28,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.core.arguments import check_array, check_floating, check_integer
+from jaxkern.core.arguments import (
+    check_integer,
+    check_optional,
+)
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, lse_op, resolve
@@ -46,7 +49,7 @@ from jaxkern.ops.cross_entropy.op import (
 from jaxkern.ops.cross_entropy.reference import LogSum, LossOptions, Sums, Terms, losses_of_rows
 from jaxkern.ops.linear import op as linear_op
 from jaxkern.ops.linear import products
-from jaxkern.ops.linear.products import check_accumulator, varies_more
+from jaxkern.ops.linear.products import check_accumulator, check_operands, varies_more
 
 
 @lse_op
@@ -127,16 +130,10 @@ def linear_cross_entropy(
       Wijmans et al., `Cut Your Losses in Large-Vocabulary Language Models
       <https://arxiv.org/abs/2411.09009>`_, 2024.
     """
-    x, weight = check_floating("x", x), check_floating("weight", weight)
-    if x.ndim == 0:
-        raise ValueError("x must have at least one axis, the one that weight multiplies; got ()")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1] or weight.shape[1] == 0:
-        raise ValueError(
-            f"weight must have shape (K, V), K = {x.shape[-1]} the last axis of x and V at least "
-            f"1; got {weight.shape}. A weight stored as (V, K) goes in as weight.T"
-        )
-    if bias is not None:
-        bias = check_array("bias", bias, weight.shape[1:], "(V,), V the last axis of weight")
+    x, weight = check_operands(x, weight, columns="V")
+    if weight.shape[1] == 0:
+        raise ValueError(f"weight must have shape (K, V), V at least 1; got {weight.shape}")
+    bias = check_optional("bias", bias, weight.shape[1:], "(V,), V the last axis of weight")
     if accumulator is not None:
         accumulator = check_accumulator(
             "accumulator", accumulator, weight.shape, "the shape of weight"
@@ -186,11 +183,6 @@ def _check_memory(memory: Any, x: jax.Array, weight: jax.Array) -> int | None:
     return nbytes
 
 
-@functools.partial(Differentiable, options=2)
-def _all_logits(x, weight, bias, accumulator, labels, options, product):
-    return _all_logits_fwd(x, weight, bias, accumulator, labels, options, product)[0]
-
-
 def _all_logits_fwd(x, weight, bias, accumulator, labels, options, product):
     logits = named("linear_cross_entropy", linear_op.FORWARD(product, x, weight, bias)[0])
     losses = options.loss(sums_of_rows(options, logits, labels), labels)
@@ -208,8 +200,7 @@ def _all_logits_bwd(options, product, res, cotangents):
     return dx, dweight, dbias, None if totals is None else totals[0], None
 
 
-_all_logits.defvjp(_all_logits_fwd, _all_logits_bwd)
-_all_logits_jit = jax.jit(_all_logits, static_argnums=(5, 6))
+_all_logits_jit = Differentiable(_all_logits_fwd, _all_logits_bwd, options=2)
 
 
 # A limit on the memory of the logits
@@ -293,7 +284,6 @@ def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | 
     return -(-rows // (count * _ALIGNED_ROWS)) * _ALIGNED_ROWS
 
 
-@Differentiable
 def _in_chunks(x, weight, bias, labels, count, options):
     losses = IN_CHUNKS(options, x, weight, bias, labels)[0]
     return jnp.sum(losses) / count
@@ -317,8 +307,7 @@ def _in_chunks_bwd(options, res, cotangent):
     return *(None if like is None else scaled(grad, like) for grad, like in pairs), None, None
 
 
-_in_chunks.defvjp(_in_chunks_fwd, _in_chunks_bwd)
-in_chunks = jax.jit(_in_chunks, static_argnums=5)
+in_chunks = Differentiable(_in_chunks_fwd, _in_chunks_bwd, _in_chunks)
 
 
 def _chunk_losses(options: ChunkOptions, x, weight, bias, labels) -> tuple[Any, ...]:
@@ -441,7 +430,6 @@ def classes_of_part(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int 
     return -(-weight.shape[1] // (parts * _ALIGNED_CLASSES)) * _ALIGNED_CLASSES
 
 
-@Differentiable
 def _in_parts(x, weight, bias, accumulator, labels, options):
     del accumulator
     return PARTS_FORWARD(options, x, weight, bias, labels)[:2]
@@ -471,8 +459,7 @@ def _in_parts_bwd(options, res, cotangents):
     return *(None if grad is None else cast(grad, like) for grad, like in grads), None
 
 
-_in_parts.defvjp(_in_parts_fwd, _in_parts_bwd)
-in_parts = jax.jit(_in_parts, static_argnums=5)
+in_parts = Differentiable(_in_parts_fwd, _in_parts_bwd, _in_parts)
 
 
 def _part_weight(x, weight, first, size) -> jax.Array:

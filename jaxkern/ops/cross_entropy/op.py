@@ -167,11 +167,6 @@ def reduced(
     return (loss, lse) if return_lse else loss
 
 
-@Differentiable
-def _of_rows(logits, labels, options):
-    return _of_rows_fwd(logits, labels, options)[0]
-
-
 def _of_rows_fwd(logits, labels, options):
     losses, lse = options.loss(sums_of_rows(options, logits, labels), labels)
     return (losses, lse.value), (logits, labels, lse)
@@ -183,8 +178,7 @@ def _of_rows_bwd(options, res, cotangents):
     return match_sharding(du, logits), None
 
 
-_of_rows.defvjp(_of_rows_fwd, _of_rows_bwd)
-_rows_jit = jax.jit(_of_rows, static_argnums=2)
+_rows_jit = Differentiable(_of_rows_fwd, _of_rows_bwd)
 
 
 # Passes over logits. Classes may be split between devices, or into parts: apart from a few numbers

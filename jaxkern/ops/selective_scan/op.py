@@ -55,7 +55,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_array,
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
@@ -266,15 +272,12 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
         states = (*x.shape[:-1], groups, A.shape[1])
         meaning = f"({tokens}, G, N) of x, B and A"
 
-    def optional(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
     dt = check_array("dt", dt, x.shape, f"({tokens}, D) of x")
     B = check_array("B", B, states, meaning)
     C = check_array("C", C, states, f"{meaning}, as B")
-    D = optional("D", D, channels, "(D,) of x")
-    z = optional("z", z, x.shape, f"({tokens}, D) of x")
-    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, channels, "(D,) of x")
+    D = check_optional("D", D, channels, "(D,) of x")
+    z = check_optional("z", z, x.shape, f"({tokens}, D) of x")
+    return x, dt, A, B, C, D, z, check_optional("dt_bias", dt_bias, channels, "(D,) of x")
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
@@ -290,17 +293,16 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@Differentiable
 def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
     args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, _ = FORWARD(options, *args)
     return match_sharding(out, x), final
 
 
-def _selective_scan_fwd(*args_and_options):
-    *args, options = args_and_options
+def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, states = FORWARD(dataclasses.replace(options, save=True), *args)
-    return (match_sharding(out, args[0]), final), (args, states)
+    return (match_sharding(out, x), final), (args, states)
 
 
 def _selective_scan_bwd(options, res, cotangents):
@@ -312,8 +314,7 @@ def _selective_scan_bwd(options, res, cotangents):
     )
 
 
-_selective_scan.defvjp(_selective_scan_fwd, _selective_scan_bwd)
-_jitted = jax.jit(_selective_scan, static_argnums=11)
+_jitted = Differentiable(_selective_scan_fwd, _selective_scan_bwd, _selective_scan)
 
 _STATES = "b l g p n"
 
@@ -365,9 +366,7 @@ def _cut(sections: Sections, args: Any) -> Any:
 def _section_states(
     run: Any, axes: Any, sections: Sections, A: Any, keep: Any, carry: Any, first: Any, **to: bool
 ) -> Any:
-    state = carry[1]
-    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
-    decay = functools.partial(decay_of, A.astype(state.dtype), keep is not None)
+    decay = functools.partial(decay_of, A.astype(carry[1].dtype), keep is not None)
     return sections.states(run, axes, Decays(decay, over=jnp.sum), carry, first, **to)
 
 

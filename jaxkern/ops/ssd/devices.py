@@ -99,7 +99,6 @@ def _states_before(
 ) -> jax.Array:
     x, dt, a, B, _, _, _, first, rank, _ = args
     decay, state = run(options, x, dt, a, B, rank, of=CARRY)
-    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
     carry = _unless(begins, decay), state
     return _unless(begins, sections.states(run, axes, _DECAYS, carry, first))
 
@@ -123,8 +122,7 @@ def _backward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
     states, y, dout = map(sections.cut, (states, y, dout))
     decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
     carry = _unless(begins, decay), _unless(begins, dh)
-    last = jnp.zeros_like(sections.at(dh, 0)) if dfinal is None else dfinal.astype(dh.dtype)
-    dfinal = sections.states(run, axes, _DECAYS, carry, last, reverse=True)
+    dfinal = sections.states(run, axes, _DECAYS, carry, dfinal, reverse=True)
     if states is None:
         before = _states_before(run, axes, sections, options, begins, *given)
     else:

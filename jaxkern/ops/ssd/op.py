@@ -55,7 +55,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_array,
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
@@ -257,9 +263,6 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
             f"got {B.shape[-2]}, in shape {B.shape}"
         )
 
-    def optional(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
     dt = check_array("dt", dt, x.shape[:-1], f"({tokens}, H) of x")
     A = check_array("A", A, (heads,), "(H,) of x")
     C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
@@ -269,8 +272,8 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
             (x.shape[-2:], "(H, P) of x") if D.ndim == 2 else ((heads,), "(H,) of x, or (H, P)")
         )
         D = check_array("D", D, *either)
-    z = optional("z", z, x.shape, f"({tokens}, H, P) of x")
-    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, (heads,), "(H,) of x")
+    z = check_optional("z", z, x.shape, f"({tokens}, H, P) of x")
+    return x, dt, A, B, C, D, z, check_optional("dt_bias", dt_bias, (heads,), "(H,) of x")
 
 
 @standard_promotion()  # in the backward's rule too
@@ -284,7 +287,6 @@ def _log_decays(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Ar
     return dt, jnp.where(a < least, least, a)
 
 
-@functools.partial(Differentiable, options=2)
 def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
     dt, a = _log_decays(sizes, dt, A, dt_bias)
     out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
@@ -315,8 +317,7 @@ def _ssd_bwd(sizes, options, res, cotangents):
     return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
 
 
-_ssd.defvjp(_ssd_fwd, _ssd_bwd)
-_jitted = jax.jit(_ssd, static_argnums=(11, 12))
+_jitted = Differentiable(_ssd_fwd, _ssd_bwd, _ssd, options=2)
 
 
 def _ends(options: SsdOptions) -> str:
