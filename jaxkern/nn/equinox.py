@@ -234,18 +234,11 @@ class _BlockLayer(eqx.Module):
 
     @overload
     def __call__(
-        self,
-        x: jax.Array,
-        cache: Any = None,
-        *,
-        return_cache: Literal[False] = False,
-        **options: Any,
-    ) -> jax.Array: ...
-
-    @overload
-    def __call__(
         self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
     ) -> tuple[jax.Array, Any]: ...
+
+    @overload
+    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> jax.Array: ...
 
     def __call__(
         self,
