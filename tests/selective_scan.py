@@ -12,7 +12,7 @@ import pytest
 
 import jaxkern
 from jaxkern.ops.scan_options import StepSizes, join_groups
-from jaxkern.ops.selective_scan import blocks, op, reference
+from jaxkern.ops.selective_scan import op, reference, steps
 from tests import check, ssd
 from tests.ssd import ALONG, INF, NAMES
 
@@ -73,7 +73,7 @@ def short_chunks(count):
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxkern.ops.selective_scan.") and hasattr(module, "CHUNK"):
                 patch.setattr(module, "CHUNK", count)
-        patch.setattr(blocks.Steps.__init__, "__defaults__", (count,))
+        patch.setattr(steps.Steps.__init__, "__defaults__", (count,))
         yield
 
 
