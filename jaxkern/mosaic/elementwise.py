@@ -23,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import unfit
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
+from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]
@@ -169,8 +169,7 @@ class _ElementwisePlan:
 
 def _units_of_lanes(plan: _ElementwisePlan, block: jax.Array) -> list[jax.Array]:
     """The units that each lane of a block takes, (LANES,) each; past the last unit the last."""
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)
+    lane = lane_numbers(jnp.uint32)
     first = block.astype(jnp.uint32) * jnp.uint32(LANES * plan.each)
     units = [lane + (first + jnp.uint32(k * LANES)) for k in range(plan.each)]
     if plan.units % (LANES * plan.each):

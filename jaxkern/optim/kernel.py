@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
 from jaxkern.core import mesh
@@ -42,7 +41,7 @@ from jaxkern.mosaic.arithmetic import (
 )
 from jaxkern.mosaic.lanes import join_lanes, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
@@ -227,7 +226,7 @@ def _update_block(options, like, blocks, header, number, block, refs, of_leaf) -
     present = iter(refs)
     leaf = Leaf(*(None if a is None else next(present) for a in like))
     random_state, random_weight = draws_needed(rule, leaf)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
+    lane = lane_numbers(jnp.uint32)
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
     store = functools.partial(store_units, below=below)

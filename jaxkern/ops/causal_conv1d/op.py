@@ -55,8 +55,8 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
+    FINAL_STATES,
     filtered,
-    final_states,
     from_states,
     looks_back,
     reference_bwd,
@@ -183,7 +183,7 @@ def causal_conv1d(
             out = from_states(options, out, x, weight, bias, initial_state, spans)
             out = named("causal_conv1d", out)
         if return_final_state:
-            final = final_states(x, width, initial_state, spans)
+            (final,) = FINAL_STATES(width, x, initial_state, *spans)
     out = match_sharding(out, x)
     return (out, on_all(sequence_axis, final)) if return_final_state else out
 
@@ -290,10 +290,6 @@ def _causal_conv1d_bwd(options, res, cotangents):
 _causal_conv1d_jit = Differentiable(_causal_conv1d_fwd, _causal_conv1d_bwd)
 
 
-def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:
-    return (looks_back(ids, options.tokens + 1),)
-
-
 # A sequence split between devices. A device hands its last W − 1 inputs to the next one, where they
 # are the initial state; in the backward it gets their gradient back, as for a final state. That
 # gradient depends on a part's first W − 1 tokens alone, so a device computes it before the rest.
@@ -360,7 +356,7 @@ BACKWARD = KernelPass(
 )
 LOOKS_BACK = KernelPass(
     "causal_conv1d_looks_back",
-    reference=_looks_back,
+    reference=lambda options, ids: (looks_back(ids, options.tokens + 1),),
     ins=("b l",),
     outs=("b l",),
     sequence=segments.LOOKING_BACK,

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus_slope
 from jaxkern.mosaic.lanes import sum_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (
@@ -38,7 +39,6 @@ from jaxkern.ops.selective_scan.blocks import (
     load_own,
     store,
     store_own,
-    zeros,
 )
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (

@@ -23,7 +23,7 @@ from jaxkern.core.target import interpreted
 from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named, shared_memory
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.registers import lane_numbers, zeros
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, SelectiveScanOptions
@@ -74,10 +74,6 @@ def store_own(ref: Any, start: int, values: Registers) -> None:
     vec = math.gcd(4, len(values))
     for i in range(0, len(values), vec):
         store(ref, values[i : i + vec], (1, LANES, vec), start=(start + i) * LANES)
-
-
-def zeros() -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
 
 
 def dot(a: Registers, b: Registers) -> jax.Array:
@@ -162,12 +158,9 @@ class ScanPlan:
         """Reorders states from memory's order to the lane's, or back."""
         rows = [list(row) for row in h]
         for distance, d in self.tile.state_swaps:
-            upper = self.lane() & distance != 0
+            upper = lane_numbers() & distance != 0
             rows = [[jnp.where(upper, row[k ^ d], v) for k, v in enumerate(row)] for row in rows]
         return rows
-
-    def lane(self) -> jax.Array:
-        return plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=ROW)
 
     def constants(self, refs: Any) -> tuple[list[Registers], jax.Array, jax.Array]:
         """A · log2(e), so that a decay is one exp2, and D and dt_bias, of the block's channels."""
@@ -203,7 +196,8 @@ class ScanPlan:
             dt = jnp.where(dt > sizes.high, sizes.high, dt)
         if self.length != self.padded:
             each = self.tile.owners * CHANNELS
-            valid = token + (self.lane() // self.tile.low % self.tile.lanes) // each < self.length
+            lanes = lane_numbers() // self.tile.low % self.tile.lanes
+            valid = token + lanes // each < self.length
             inside = valid if inside is None else inside & valid
             dt = jnp.where(valid, dt, 0.0)
         return dt, inside

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jaxkern.mosaic.arithmetic import exp2_by_polynomial, sigmoid
 from jaxkern.mosaic.lanes import sum_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.registers import zeros
 from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.selective_scan.blocks import (
     Registers,
@@ -31,7 +32,6 @@ from jaxkern.ops.selective_scan.blocks import (
     fp32_array,
     load1,
     store,
-    zeros,
 )
 from jaxkern.ops.selective_scan.reference import CHUNK, decay_of
 from jaxkern.ops.selective_scan.tiles import CHANNELS, ScanTile, forward_grid

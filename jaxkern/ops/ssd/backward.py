@@ -42,7 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.arithmetic import unknown_zero
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warpgroup
 from jaxkern.mosaic.launch import LANES, launch_named
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -497,8 +497,7 @@ class _Fetch:
                 smem.dh.at[0][...] = plgpu.layout_cast(zeros, TILE)
                 plgpu.commit_smem()
 
-        nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
-        of_states = lax.fori_loop(0, at.count, self.unit, nothing)
+        of_states = lax.fori_loop(0, at.count, self.unit, zeros())
         pl.when(at.count > 0)(lambda: self.sum_parts(at.count - 1, of_states))
 
     @property

@@ -31,15 +31,6 @@ from jaxkern.ops.ssd.reference import (
 )
 from jaxkern.ops.ssd.tiles import unfit_for_gpu
 
-
-def _unfit_carry(options: SsdOptions, x, dt, a, B, rank) -> str | None:
-    return unfit_for_gpu(options, x, dt, a, B, B, None, None, None, rank)
-
-
-def _unfit_bwd_carry(options: SsdOptions, a, C, dy, rank) -> str | None:
-    return unfit_for_gpu(options, dy, a, a, C, C, None, None, None, rank)
-
-
 CARRY = KernelPass(
     "ssd_carry",
     kernel=launch_device_carry,
@@ -47,7 +38,7 @@ CARRY = KernelPass(
     ins=("b l g r p", "b l g r", "b l g r", "b l g n", "b l"),
     outs=("b g r", "b g r p n"),
     whole="l p n",
-    unfit=_unfit_carry,
+    unfit=lambda options, x, dt, a, B, rank: unfit_for_gpu(options, x, B, B),
 )
 BWD_CARRY = KernelPass(
     "ssd_bwd_carry",
@@ -56,7 +47,7 @@ BWD_CARRY = KernelPass(
     ins=("b l g r", "b l g n", "b l g r p", "b l"),
     outs=("b g r", "b g r p n"),
     whole="l p n",
-    unfit=_unfit_bwd_carry,
+    unfit=lambda options, a, C, dy, rank: unfit_for_gpu(options, dy, C, C),
 )
 
 

@@ -331,6 +331,11 @@ def _arguments(options: SsdOptions) -> tuple[str, ...]:
     return *args, _ends(options), "b l", "b l"
 
 
+def _unfit(options: SsdOptions, x, dt, a, B, C, D, z, *rest) -> str | None:
+    del dt, a, D, rest
+    return unfit_for_gpu(options, x, B, C, z)
+
+
 _STATES = "b l g r p n"
 
 FORWARD = KernelPass(
@@ -341,7 +346,7 @@ FORWARD = KernelPass(
     outs=lambda options: ("b l g r p", _ends(options), _STATES, "b l g r p"),
     whole="l p n s .0",
     sequence=devices.forward,
-    unfit=unfit_for_gpu,
+    unfit=_unfit,
 )
 BACKWARD = KernelPass(
     "ssd_bwd",
@@ -354,7 +359,7 @@ BACKWARD = KernelPass(
     outs=_arguments,
     whole="l p n s .0",
     sequence=devices.backward,
-    unfit=unfit_for_gpu,
+    unfit=_unfit,
 )
 PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
     "ssd",

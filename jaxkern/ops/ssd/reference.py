@@ -92,15 +92,19 @@ class Contained(NamedTuple):
         """
         if self.outs is None:
             return tokens, D, initial_state
-        bad = self.dtokens
-        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
-        masks = of_heads, bad, bad, of_group, of_group, of_heads
-        cleaned = [v if v is None else _clean(v, m) for v, m in zip(tokens, masks, strict=True)]
+        masks = zip(tokens, self._masks(), strict=True)
+        cleaned = [v if v is None else _clean(v, m) for v, m in masks]
         if initial_state is not None:
             initial_state = _clean(initial_state, self.initials[..., None, None])
         if D is not None:
             D = _with_gradient(jnp.asarray, D, self._of_weight(D))
         return type(tokens)(*cleaned), D, initial_state
+
+    def _masks(self) -> tuple[jax.Array, ...]:
+        """Masks of what is not finite in the gradient of each of :class:`Tokens`."""
+        bad = self.dtokens
+        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
+        return of_heads, bad, bad, of_group, of_group, of_heads
 
     def _of_weight(self, D: jax.Array) -> jax.Array:
         return self.skips if D.ndim == 3 else jnp.any(self.skips, axis=-1)
@@ -121,12 +125,9 @@ class Contained(NamedTuple):
     def gradients(self, dtokens: Any, dD: Any, dinitial: Any) -> tuple[Any, Any, Any]:
         if self.outs is None:
             return dtokens, dD, dinitial
-        bad = self.dtokens
-        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
-        masks = of_heads, bad, bad, of_group, of_group, of_heads
         dtokens = [
             v if v is None else jnp.where(m, jnp.nan, v)
-            for v, m in zip(dtokens, masks, strict=True)
+            for v, m in zip(dtokens, self._masks(), strict=True)
         ]
         if dinitial is not None:
             dinitial = jnp.where(self.initials[..., None, None], jnp.nan, dinitial)
