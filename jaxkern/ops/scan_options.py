@@ -84,6 +84,50 @@ def check_checkpoint_every(every: Any, chunk: int, *, one: bool = False) -> int 
     return tokens
 
 
+@dataclasses.dataclass(frozen=True)
+class SequenceBlocks:
+    """A sequence cut into blocks, from one saved state to the next, of chunks of tokens.
+
+    Attributes:
+      length: of the sequence.
+      chunk: tokens of a chunk.
+      chunks: of a block.
+    """
+
+    length: Any
+    chunk: int
+    chunks: int
+
+    @classmethod
+    def of(cls, length: Any, every: int, chunk: int) -> "SequenceBlocks":
+        """Blocks of `every` tokens, but at most `length`, in chunks of at most `chunk`."""
+        if isinstance(length, int):  # else it is symbolic
+            every = min(every, max(length, 1))
+        chunk = min(chunk, every)
+        return cls(length, chunk, -(-every // chunk))
+
+    @property
+    def count(self) -> Any:
+        """The number of blocks."""
+        return -(-self.length // (self.chunk * self.chunks))
+
+    @property
+    def total(self) -> Any:
+        """The tokens of all chunks, of which some may be padding."""
+        return self.count * self.chunks * self.chunk
+
+    def cut(self, v: jax.Array) -> jax.Array:
+        """(B, L, …) as (blocks, chunks, B, tokens, …), with zeros after the end."""
+        v = jnp.pad(v, ((0, 0), (0, self.total - v.shape[1]), *[(0, 0)] * (v.ndim - 2)))
+        v = v.reshape(v.shape[0], self.count, self.chunks, self.chunk, *v.shape[2:])
+        return jnp.moveaxis(v, 0, 2)
+
+    def join(self, v: jax.Array) -> jax.Array:
+        """(blocks, chunks, B, tokens, …) as (B, L, …)."""
+        v = jnp.moveaxis(v, 2, 0)  # (B, blocks, chunks, tokens, …)
+        return v.reshape(v.shape[0], self.total, *v.shape[4:])[:, : self.length]
+
+
 def split_groups(v: Any, axis: int, groups: int) -> Any:
     """`v`, or ``None``, with heads or channels at `axis` in groups, which have an axis in front."""
     if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
