@@ -120,6 +120,8 @@ def split_factors(
     return axes
 
 
+# Passes whose devices need each other
+
 type Arrays = tuple[Any, ...]
 Axes = tuple[str, ...]
 """Names of mesh axes, the first of which changes slowest along the sequence."""

@@ -135,6 +135,8 @@ def unknown_zero() -> jax.Array:
     return zero()
 
 
+# Functions, exact or faster
+
 LOG2E = 1.4426950408889634
 
 

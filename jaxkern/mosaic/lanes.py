@@ -259,6 +259,9 @@ def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:
     return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)
 
 
+# Sums within a lane and within a warp, and other arithmetic on a lane's registers, in MLIR
+
+
 def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
     """(LANES,): sums the elements of `values` that each lane holds.
 

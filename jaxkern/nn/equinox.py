@@ -1,4 +1,4 @@
-"""Layers for equinox on jaxkern's ops.
+"""Layers and an optimizer's step for equinox on jaxkern's ops.
 
 `RMSNorm`, `LayerNorm`, `Dropout` and `Linear` are Equinox's own classes with another `__call__`:
 the same arguments, leaves and initial values, and `implementation` besides. Where Equinox's take a

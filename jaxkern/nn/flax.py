@@ -1,4 +1,4 @@
-"""Layers for flax.nnx on jaxkern's ops.
+"""Layers and an optimizer for flax.nnx on jaxkern's ops.
 
 `RMSNorm`, `LayerNorm`, `Dropout` and `Linear` are flax's own classes with another `__call__`: the
 same arguments, parameters and initial values, and `implementation` besides. What the ops do not

@@ -1,4 +1,4 @@
-"""Layers for flax.linen on jaxkern's ops.
+"""Layers and a train state for flax.linen on jaxkern's ops.
 
 `RMSNorm`, `LayerNorm`, `Dropout` and `Dense` are flax's own classes with another `__call__`: the
 same attributes, parameters and initial values, and `implementation` besides. What the ops do not
