@@ -539,7 +539,7 @@ def launch_bwd(
     if gate is not None:
         outs["dgate"] = full.update(dtype=gate.dtype)
     results = launch(
-        _bwd_kernel,
+        lambda block: _Backward(block).run(),
         f"{options.op}_bwd",
         options,
         tile,
@@ -576,10 +576,6 @@ class _BackwardWindow(NamedTuple):
     dgate: Any
     h: Any
     gate: Any
-
-
-def _bwd_kernel(block: NormBlock) -> None:
-    _Backward(block).run()
 
 
 class _TileStatistics(NamedTuple):
