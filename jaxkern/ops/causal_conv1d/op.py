@@ -290,6 +290,10 @@ def _causal_conv1d_bwd(options, res, cotangents):
 _causal_conv1d_jit = Differentiable(_causal_conv1d_fwd, _causal_conv1d_bwd)
 
 
+def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:
+    return (looks_back(ids, options.tokens + 1),)
+
+
 # A sequence split between devices. A device hands its last W − 1 inputs to the next one, where they
 # are the initial state; in the backward it gets their gradient back, as for a final state. That
 # gradient depends on a part's first W − 1 tokens alone, so a device computes it before the rest.
@@ -356,7 +360,7 @@ BACKWARD = KernelPass(
 )
 LOOKS_BACK = KernelPass(
     "causal_conv1d_looks_back",
-    reference=lambda options, ids: (looks_back(ids, options.tokens + 1),),
+    reference=_looks_back,
     ins=("b l",),
     outs=("b l",),
     sequence=segments.LOOKING_BACK,
