@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.scan_options import StepSizes
-from jaxkern.ops.selective_scan import blocks, op, reference
+from jaxkern.ops.scan_options import StepSizes, join_groups
+from jaxkern.ops.selective_scan import op, reference, steps
 from tests import check, ssd
 from tests.ssd import ALONG, INF, NAMES
 
@@ -73,7 +73,7 @@ def short_chunks(count):
         for name, module in list(sys.modules.items()):
             if name.startswith("jaxkern.ops.selective_scan.") and hasattr(module, "CHUNK"):
                 patch.setattr(module, "CHUNK", count)
-        patch.setattr(blocks.Steps.__init__, "__defaults__", (count,))
+        patch.setattr(steps.Steps.__init__, "__defaults__", (count,))
         yield
 
 
@@ -91,7 +91,7 @@ class Kernels(NamedTuple):
     def forward(self, arrays, segment_ids=None):
         """Output, final state and saved states."""
         results = self._run(op.FORWARD, arrays, segment_ids)
-        return [reference.join_channels(v, n) for v, n in zip(results, (2, 1, 2), strict=True)]
+        return [join_groups(v, n) for v, n in zip(results, (2, 1, 2), strict=True)]
 
     def backward(self, arrays, dout, dfinal, segment_ids=None):
         """The gradients, from the states that float64 saves."""

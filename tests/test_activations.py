@@ -14,7 +14,7 @@ from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.elementwise import launch as elementwise
+from jaxkern.mosaic import elementwise
 from jaxkern.ops import curves
 from tests import check
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkern.ops.cross_entropy.memory import IN_CHUNKS, ChunkOptions
+from jaxkern.ops.cross_entropy.linear_op import IN_CHUNKS, ChunkOptions
 from jaxkern.ops.cross_entropy.reference import LossOptions, Terms
 from tests import check
 from tests.pairs import combinations

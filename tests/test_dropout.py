@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from bench.modules import kernel_modules
 from jaxkern.core.target import interpreter
-from jaxkern.elementwise import philox as generator
-from jaxkern.ops.dropout import kernel, op, reference
+from jaxkern.mosaic import elementwise as generator
+from jaxkern.ops import dropout as op
 from tests import check
 from tests.pairs import combinations
 from tests.test_activations import PLAIN, cases, exhaustive, gradients, normal, oracle_of
@@ -183,16 +183,16 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     """What a device of a mesh launches for its block of the array, here the last one."""
     x = normal(shape, "float32")
     want = dropped(x)
-    options = reference.DropoutOptions("dropout", None, "mosaic", shape)
+    options = op.DropoutOptions("dropout", None, "mosaic", shape)
     here = options if check.ON_GPU else dataclasses.replace(options, mode="interpret")
     seeds = op._key_words(KEY), op._rate_words(0.3)
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     args = x[where], None, *seeds, *(jnp.arange(s.start, s.stop, dtype="uint32") for s in where)
     with contextlib.nullcontext() if check.ON_GPU else interpreter():
-        (got,) = jax.jit(functools.partial(kernel.launch_forward, here))(*args)
+        (got,) = jax.jit(functools.partial(op.launch_forward, here))(*args)
     np.testing.assert_array_equal(got, want[where])
-    assert len(kernel_modules(functools.partial(kernel.launch_forward, options), *args)) == 1
+    assert len(kernel_modules(functools.partial(op.launch_forward, options), *args)) == 1
 
 
 def test_positions_beyond_32_bits():
@@ -200,7 +200,7 @@ def test_positions_beyond_32_bits():
     key = op._key_words(KEY)
     row = 2**19 + 3
     positions = jnp.asarray([row], jnp.uint32), jnp.arange(16, dtype=jnp.uint32)
-    bits = jax.jit(functools.partial(reference.random_bits, (2**20, 2**17)))(key, positions)
+    bits = jax.jit(functools.partial(op.random_bits, (2**20, 2**17)))(key, positions)
     groups = [(row * 2**17 + c) // 8 for c in (0, 8)]
     assert groups[0] > 2**32
     words = [int(w) for w in np.asarray(jax.random.key_data(KEY))] + [0, 0]
@@ -268,7 +268,7 @@ def test_dropout_beyond_int32():
     key = op._key_words(KEY)
     for first in (0, m // 2, m - 5):
         positions = jnp.arange(first, first + 5, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
-        want = 2 * (reference.random_bits((m, n), key, positions) >= 32768)
+        want = 2 * (op.random_bits((m, n), key, positions) >= 32768)
         np.testing.assert_array_equal(out[first : first + 5].astype(jnp.int32), want)
 
 

@@ -210,7 +210,7 @@ def test_other_code_lowers_anew(monkeypatch, change):
     assert kernel_call.lowerings == {"rms_norm_fwd": 1}
 
 
-@pytest.mark.parametrize("room", ["core", "elementwise", "mosaic", "ops", "optim"])
+@pytest.mark.parametrize("room", ["core", "mosaic", "ops", "optim"])
 def test_the_source_of_every_room_is_part_of_the_key(monkeypatch, tmp_path, room):
     package = shutil.copytree(Path(jaxkern.__file__).parent, tmp_path / "jaxkern")
     monkeypatch.setattr(bound, "_PACKAGE", package)

@@ -44,6 +44,11 @@ def check_array(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.
     return array
 
 
+def check_optional(name: str, x: Any, shape: tuple[int, ...], meaning: str) -> jax.Array | None:
+    """:func:`check_array`, or ``None`` for an array that is left out."""
+    return None if x is None else check_array(name, x, shape, meaning)
+
+
 def check_number(
     name: str,
     x: Any,

@@ -143,7 +143,7 @@ def _named(value: Any) -> str:
 
 
 _PACKAGE = Path(__file__).parents[1]
-_ROOMS = ("core", "elementwise", "mosaic", "ops", "optim")
+_ROOMS = ("core", "mosaic", "ops", "optim")
 
 
 @functools.cache

@@ -12,6 +12,7 @@ on residuals and tangents: transposed it is the backward rule, lowered it is the
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -25,31 +26,41 @@ type Arrays = tuple[Any, ...]
 
 
 class Differentiable:
-    """A function with derivative rules, used as ``jax.custom_vjp`` is.
+    """A function with the rules of a ``jax.custom_vjp``, compiled once for its static arguments.
 
     Args:
-      f: takes arrays, or trees of them, and then `options` static arguments.
-      options: how many there are.
+      fwd: fwd(*arrays, *options) -> (out, res), of arrays or trees of them.
+      bwd: bwd(*options, res, douts) -> the cotangents of the arrays.
+      alone: alone(*arrays, *options) -> out, where nothing is differentiated; by default as `fwd`.
+      options: how many static arguments there are.
     """
 
-    def __init__(self, f: Callable[..., Any], options: int = 1):
-        self.f, self.options = f, options
-        self.fwd: Callable[..., Any] = f
-        self.bwd: Callable[..., Any] = f
-        functools.update_wrapper(self, f)
-
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Sets the rules: fwd(*arrays, *options) -> (out, res), bwd(*options, res, douts)."""
+    def __init__(
+        self,
+        fwd: Callable[..., Any],
+        bwd: Callable[..., Any],
+        alone: Callable[..., Any] | None = None,
+        *,
+        options: int = 1,
+    ):
         self.fwd, self.bwd = fwd, bwd
+        self.alone = alone or (lambda *args: fwd(*args)[0])
+
+        def call(*args: Any) -> Any:
+            arrays, tree = jax.tree.flatten(args[:-options])
+            return _of_arrays(self, args[-options:], tree)(*arrays)
+
+        call.__name__ = fwd.__name__.removesuffix("_fwd")
+        count = len(inspect.signature(fwd).parameters)
+        self.jitted = jax.jit(call, static_argnums=tuple(range(count - options, count)))
 
     def __call__(self, *args: Any) -> Any:
-        arrays, tree = jax.tree.flatten(args[: -self.options])
-        return _of_arrays(self, args[-self.options :], tree)(*arrays)
+        return self.jitted(*args)
 
 
 @functools.lru_cache(maxsize=4096)
 def _of_arrays(of: Differentiable, options: Arrays, tree: Any) -> Callable[..., Any]:
-    f = jax.custom_jvp(lambda *arrays: of.f(*jax.tree.unflatten(tree, arrays), *options))
+    f = jax.custom_jvp(lambda *arrays: of.alone(*jax.tree.unflatten(tree, arrays), *options))
 
     def jvp(primals: Arrays, tangents: Arrays) -> tuple[Any, Any]:
         out, res = of.fwd(*jax.tree.unflatten(tree, primals), *options)

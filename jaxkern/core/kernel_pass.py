@@ -44,13 +44,14 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_call import kernel_call, result_types, warn_once
 from jaxkern.core.mesh import (
     MeshAxes,
+    Partial,
+    SplitSequence,
     partition_spec,
     spec_of,
     split_factors,
     vary_over,
     varying,
 )
-from jaxkern.core.split import Partial, SplitSequence
 from jaxkern.core.target import interpreter
 
 type OfOptions[T] = T | Callable[[Any], T]

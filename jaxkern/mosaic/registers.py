@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -33,6 +34,16 @@ def row_type(count: int, dtype: Any = np.float32) -> Any:
 def scalar_type(dtype: Any) -> Any:
     """(), which all lanes hold."""
     return plgpu.ShapeDtypeStruct((), np.dtype(dtype), layout=SCALAR)
+
+
+def zeros() -> jax.Array:
+    """(LANES,): an fp32 zero in each lane."""
+    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
+
+
+def lane_numbers(dtype: Any = jnp.int32) -> jax.Array:
+    """(LANES,): the number of each lane."""
+    return plgpu.broadcasted_iota(dtype, (LANES,), 0, layout=ROW)
 
 
 def laid_out(row: jax.Array) -> jax.Array:

@@ -30,7 +30,7 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.elementwise.launch import Lanes, launch, unsupported
+from jaxkern.mosaic.elementwise import Lanes, launch, unsupported
 from jaxkern.ops.curves import (
     PLAIN,
     GatedUnit,
@@ -281,11 +281,6 @@ class ActivationOptions:
         return self.function.curve if isinstance(self.function, Pointwise) else self.op
 
 
-@Differentiable
-def _pointwise(ins: tuple[jax.Array, ...], options: ActivationOptions) -> jax.Array:
-    return _pointwise_fwd(ins, options)[0]
-
-
 def _pointwise_fwd(ins, options):
     (out,) = FORWARD(options, *ins)
     return _match_split(out, ins[0]), ins
@@ -296,8 +291,7 @@ def _pointwise_bwd(options, ins, dout):
     return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
 
 
-_pointwise.defvjp(_pointwise_fwd, _pointwise_bwd)
-_pointwise_jit = jax.jit(_pointwise, static_argnums=1)
+_pointwise_jit = Differentiable(_pointwise_fwd, _pointwise_bwd)
 
 
 def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:

@@ -28,8 +28,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.arguments import check_number
-from jaxkern.mosaic.arithmetic import LOG2E, exp_of_minus, polynomial, reciprocal, sigmoid
-from jaxkern.mosaic.instructions import fast_reciprocal
+from jaxkern.mosaic.arithmetic import (
+    LOG2E,
+    exp_of_minus,
+    fast_reciprocal,
+    polynomial,
+    reciprocal,
+    sigmoid,
+)
 
 Activation = Literal[
     "relu",

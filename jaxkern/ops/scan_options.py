@@ -1,4 +1,4 @@
-"""Options of the selective scans: how step sizes are made, and how far apart states are saved."""
+"""Arguments that scans share: step sizes, saved states, heads in groups, states of layers."""
 
 import dataclasses
 import math
@@ -6,8 +6,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.core import Tracer
 
-from jaxkern.core.arguments import check_integer, check_number
+from jaxkern.core.arguments import (
+    as_array,
+    check_array,
+    check_floating,
+    check_integer,
+    check_number,
+)
+from jaxkern.core.mesh import gather
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,3 +82,114 @@ def check_checkpoint_every(every: Any, chunk: int, *, one: bool = False) -> int 
             f"try {max(chunk, tokens // chunk * chunk)}"
         )
     return tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceBlocks:
+    """A sequence cut into blocks, from one saved state to the next, of chunks of tokens.
+
+    Attributes:
+      length: of the sequence.
+      chunk: tokens of a chunk.
+      chunks: of a block.
+    """
+
+    length: Any
+    chunk: int
+    chunks: int
+
+    @classmethod
+    def of(cls, length: Any, every: int, chunk: int) -> "SequenceBlocks":
+        """Blocks of `every` tokens, but at most `length`, in chunks of at most `chunk`."""
+        if isinstance(length, int):  # else it is symbolic
+            every = min(every, max(length, 1))
+        chunk = min(chunk, every)
+        return cls(length, chunk, -(-every // chunk))
+
+    @property
+    def count(self) -> Any:
+        """The number of blocks."""
+        return -(-self.length // (self.chunk * self.chunks))
+
+    @property
+    def total(self) -> Any:
+        """The tokens of all chunks, of which some may be padding."""
+        return self.count * self.chunks * self.chunk
+
+    def cut(self, v: jax.Array) -> jax.Array:
+        """(B, L, …) as (blocks, chunks, B, tokens, …), with zeros after the end."""
+        v = jnp.pad(v, ((0, 0), (0, self.total - v.shape[1]), *[(0, 0)] * (v.ndim - 2)))
+        v = v.reshape(v.shape[0], self.count, self.chunks, self.chunk, *v.shape[2:])
+        return jnp.moveaxis(v, 0, 2)
+
+    def join(self, v: jax.Array) -> jax.Array:
+        """(blocks, chunks, B, tokens, …) as (B, L, …)."""
+        v = jnp.moveaxis(v, 2, 0)  # (B, blocks, chunks, tokens, …)
+        return v.reshape(v.shape[0], self.total, *v.shape[4:])[:, : self.length]
+
+
+def split_groups(v: Any, axis: int, groups: int) -> Any:
+    """`v`, or ``None``, with heads or channels at `axis` in groups, which have an axis in front."""
+    if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
+        return None if v is None else jnp.expand_dims(v, axis)
+    v = gather(v, axis, unless_parts_of=groups)
+    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
+
+
+def join_groups(v: Any, axis: int) -> Any:
+    """Undoes :func:`split_groups` along `axis`, the axis of the groups."""
+    if v is None or v.shape[axis] == 1:
+        return None if v is None else jnp.squeeze(v, axis)
+    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
+
+
+# States of several layers in one array: a step of a scan or a convolution updates one layer's
+
+
+def check_layer(layer: Any, state: Any, shape: tuple[int, ...], meaning: str) -> Any:
+    """Returns `layer` as (1,), int32, and the state with an axis of layers.
+
+    Args:
+      layer: a whole number or an integer scalar; ``None`` where `state` has no axis of layers.
+      state: the state.
+      shape: shape of a layer's state.
+      meaning: that shape in words.
+
+    Raises:
+      TypeError: `layer` is no integer, or `state` no floating array.
+      ValueError: a shape does not fit, or `layer` is out of range.
+    """
+    if layer is None:
+        return None, check_array("state", state, shape, meaning)[None]
+    number, state = as_array("layer", layer), check_floating("state", state)
+    if number.ndim or not jnp.issubdtype(number.dtype, jnp.integer):
+        raise TypeError(f"layer must be a whole number or an integer scalar, got {layer!r}")
+    if state.shape[1:] != shape or not state.shape[0]:
+        raise ValueError(
+            f"with layer, state must have shape (layers, {', '.join(map(str, shape))}) = (layers, "
+            f"{meaning[1:]}; got {state.shape}"
+        )
+    if not isinstance(layer, Tracer) and not 0 <= int(layer) < state.shape[0]:
+        last = state.shape[0] - 1
+        raise ValueError(f"layer must be from 0 to {last}, as state has them; got {layer}")
+    return number.astype(jnp.int32).reshape(1), state
+
+
+def take_layer(state: Any, layer: Any) -> Any:
+    """State of `layer`, both from :func:`check_layer`; an index out of range is clipped."""
+    if layer is None:
+        return state[0]
+    return lax.dynamic_index_in_dim(state, clipped(layer[0], state.shape[0]), keepdims=False)
+
+
+def put_layer(state: Any, layer: Any, new: Any) -> Any:
+    """`state` with `new` for `layer`."""
+    if layer is None:
+        return new[None]
+    stacked = state.astype(new.dtype)
+    return lax.dynamic_update_index_in_dim(stacked, new, clipped(layer[0], state.shape[0]), 0)
+
+
+def clipped(layer: jax.Array, count: int) -> jax.Array:
+    """`layer`, limited to the range of `count` layers."""
+    return jnp.minimum(jnp.maximum(layer, 0), count - 1)

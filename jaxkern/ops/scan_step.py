@@ -30,8 +30,7 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic.arithmetic import sigmoid, softplus
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel, num_sms
-from jaxkern.ops.layers import clipped, put_layer, take_layer
-from jaxkern.ops.scan_options import StepSizes
+from jaxkern.ops.scan_options import StepSizes, clipped, put_layer, take_layer
 
 BLOCK = grid_axes("block")[0]
 
@@ -134,9 +133,13 @@ class StepTile:
         return LaneOffsets((*digits, (self.lanes, apart, 1)))
 
 
-def unsupported(state: Any, A: Any, x: Any, dt: Any, **others: Any) -> str | None:
-    """Why the kernel cannot take a step: `x` (B, G, …), `dt` (B, G, …) and `state` (B, G, …, N)."""
-    if reason := unfit(A=A, x=x, dt=dt, **others):
+def unsupported(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any) -> str | None:
+    """Why the kernel cannot take a step.
+
+    The arrays are those of :func:`launch`, but `state` is of one layer, (B, G, …, N).
+    """
+    named = zip(("D", "z", "dt_bias"), rest, strict=True)
+    if reason := unfit(x=x, dt=dt, A=A, B=B, C=C, **dict(named)):
         return reason
     if state.dtype != jnp.float32:
         return f"state is {state.dtype}, and the kernel updates float32"

@@ -30,8 +30,7 @@ from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, SplitSequence, carried
+from jaxkern.core.mesh import Axes, SplitSequence, carried, vary_over, varying
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
 
@@ -136,7 +135,7 @@ class Sections:
         axes: Axes,
         of: "Decays",
         carry: Any,
-        first: jax.Array,
+        first: jax.Array | None,
         *,
         reverse: bool = False,
     ) -> jax.Array:
@@ -146,14 +145,16 @@ class Sections:
           run, axes: as a :class:`SplitSequence` has them.
           of: the meaning of the first array of a carry.
           carry: a pair of arrays (B · count, …), the second the state after a section from zeros.
-          first: the state before the sequence, (B, …), the same on all devices.
+          first: the state before the sequence, (B, …), the same on all devices; ``None`` for zeros.
           reverse: whether states go from the end to the start: `first` is then the state after the
             sequence, and the result the states after the sections.
         """
         after = lambda carry, state: state_after(of.decay(carry[0]), carry[1], state)
+        total, own = carry
+        first = jnp.zeros_like(self.at(own, 0)) if first is None else first
+        first = first.astype(jnp.result_type(own, first))
         if self.count == 1:
             return carried(axes, after, carry, first, reverse=reverse)
-        total, own = carry
         rows = lambda v: v.reshape(-1, self.count, *v.shape[1:])
         flat = lambda v, lead: v.reshape(*v.shape[:lead], math.prod(v.shape[lead:]))
         arrays = flat(rows(of.decay(total)), 2), flat(rows(own), 2)

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 
 from jaxkern.core.arguments import as_array, check_floating, check_integer
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import gather
-from jaxkern.core.split import Axes, SplitSequence, carried, from_before, is_first, is_last
+from jaxkern.core.mesh import Axes, SplitSequence, carried, from_before, gather, is_first, is_last
 
 
 def check_segment_ids(

@@ -56,7 +56,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkern.elementwise.philox import halves, philox, wide_product
+from jaxkern.mosaic.elementwise import halves, philox, wide_product
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ from jaxkern.optim.step import (
     FusedAdamState,
     FusedSgdState,
     OptimizerOptions,
-    check_number,
+    check_scalar,
     mask_of,
 )
 
@@ -192,7 +192,7 @@ def _with_part(options: OptimizerOptions, part: ChainPart, params: Any) -> Optim
 def _is_number(value: Any, low: float = -math.inf) -> bool:
     """Says whether an option can be `value`."""
     try:
-        return check_number("value", value, low, finite=False) is not None
+        return check_scalar("value", value, low, finite=False) is not None
     except (TypeError, ValueError):
         return False
 

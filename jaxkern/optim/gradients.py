@@ -25,16 +25,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.arguments import check_axis_names, check_flag, floating_leaves, unfit
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import vary_over
-from jaxkern.mosaic.lane_sums import largest_of_warp, sum_of_warp
+from jaxkern.mosaic.lanes import largest_of_warp, sum_of_warp
 from jaxkern.mosaic.launch import LANES, launch_in_place, launch_kernel
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 from jaxkern.optim.kernel import (
     Blocks,
@@ -239,7 +238,7 @@ def _loaded(blocks, block, ref, start, units) -> tuple[jax.Array, list[Any], lis
 
     Units past the leaf's end repeat the last.
     """
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
+    lane = lane_numbers(jnp.uint32)
     of_lane = list(blocks.units_of_lanes(block, start, lane))
     last = units - jnp.uint32(1)
     return lane, of_lane, [load_units(ref, jnp.minimum(u, last), blocks.vec) for u in of_lane]

@@ -25,25 +25,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 
 from jaxkern.core import mesh
 from jaxkern.core.arguments import unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.mosaic.arithmetic import nearest
-from jaxkern.mosaic.instructions import (
+from jaxkern.mosaic.arithmetic import (
     fast_exp2,
     fast_log2,
     fast_reciprocal,
     fast_sqrt,
     multiply_wide,
+    nearest,
 )
-from jaxkern.mosaic.lane_sums import largest_of_warp
-from jaxkern.mosaic.lanes import join_lanes
+from jaxkern.mosaic.lanes import join_lanes, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
@@ -228,7 +226,7 @@ def _update_block(options, like, blocks, header, number, block, refs, of_leaf) -
     present = iter(refs)
     leaf = Leaf(*(None if a is None else next(present) for a in like))
     random_state, random_weight = draws_needed(rule, leaf)
-    lane = plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=ROW)
+    lane = lane_numbers(jnp.uint32)
     # A step that is skipped stores nothing.
     below = jnp.where(of_lanes[0] > 0, units, jnp.uint32(0))
     store = functools.partial(store_units, below=below)

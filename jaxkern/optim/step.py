@@ -168,7 +168,7 @@ def prepare(options, mode, grads, state, params, loss_scale, grad_norm) -> Prepa
     """
     check_loss_scale(loss_scale)
     if grad_norm is not None:
-        check_number("grad_norm", grad_norm, finite=False)
+        check_scalar("grad_norm", grad_norm, finite=False)
     decaying = options.weight_decay is not None
     if params is None and (decaying or options.master or options.rule.stochastic):
         raise ValueError(
@@ -370,7 +370,7 @@ def _numbers(options, count, scale, finite, f32) -> StepNumbers:
         number = getattr(options, name)
         if not callable(number):
             return number
-        return check_number(f"the value of the schedule {name}", number(count))
+        return check_scalar(f"the value of the schedule {name}", number(count))
 
     rule = options.rule
     b1 = 0.0 if options.b1 is None else options.b1
@@ -409,7 +409,7 @@ def _one_minus_power(b: Number, steps: jax.Array) -> jax.Array:
 # Checks
 
 
-def check_number(name, value, low=-math.inf, high=math.inf, *, schedule=False, finite=True) -> Any:
+def check_scalar(name, value, low=-math.inf, high=math.inf, *, schedule=False, finite=True) -> Any:
     """Returns `value` if it is a number from `low` to below `high`, or with `schedule` a function.
 
     Of arrays of JAX only shape and dtype are looked at: they may be traced, and are not waited for.

@@ -42,7 +42,7 @@ from jaxkern.optim.step import (
     Number,
     OptimizerOptions,
     Tree,
-    check_number,
+    check_scalar,
     initial_state,
     mask_of,
     prepare,
@@ -271,16 +271,16 @@ def fused_adamw(
       2016.
     """
     stochastic = check_flag("stochastic_rounding", stochastic_rounding)
-    eps_root = _none_if_zero(check_number("eps_root", eps_root, 0))
+    eps_root = _none_if_zero(check_scalar("eps_root", eps_root, 0))
     return _transformation(
         "fused_adamw",
         UpdateRule("adam", check_flag("nesterov", nesterov), eps_root is not None, stochastic),
-        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
-        b1=check_number("b1", b1, 0, 1),
-        b2=check_number("b2", b2, 0, 1),
-        eps=check_number("eps", eps, 0),
+        learning_rate=check_scalar("learning_rate", learning_rate, schedule=True),
+        b1=check_scalar("b1", b1, 0, 1),
+        b2=check_scalar("b2", b2, 0, 1),
+        eps=check_scalar("eps", eps, 0),
         eps_root=eps_root,
-        weight_decay=_none_if_zero(check_number("weight_decay", weight_decay, schedule=True)),
+        weight_decay=_none_if_zero(check_scalar("weight_decay", weight_decay, schedule=True)),
         mask=mask_of(mask),
         mu_dtype=_check_average("mu_dtype", mu_dtype, stochastic, "int8"),
         nu_dtype=_check_average("nu_dtype", nu_dtype, stochastic, "uint8"),
@@ -319,7 +319,23 @@ def fused_adam(
       >>> jaxkern.apply(tx, jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))[0].round(3)
       Array([0.5, 0.5], dtype=float32)
     """
-    return fused_adamw(**locals(), weight_decay=0.0)
+    return fused_adamw(
+        learning_rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        mu_dtype,
+        weight_decay=0.0,
+        nesterov=nesterov,
+        nu_dtype=nu_dtype,
+        master_dtype=master_dtype,
+        stochastic_rounding=stochastic_rounding,
+        seed=seed,
+        clip_norm=clip_norm,
+        skip_nonfinite=skip_nonfinite,
+        implementation=implementation,
+    )
 
 
 def fused_sgd(
@@ -371,8 +387,8 @@ def fused_sgd(
     return _transformation(
         "fused_sgd",
         UpdateRule("sgd", check_flag("nesterov", nesterov), stochastic=stochastic),
-        learning_rate=check_number("learning_rate", learning_rate, schedule=True),
-        b1=None if momentum is None else check_number("momentum", momentum, 0, 1),
+        learning_rate=check_scalar("learning_rate", learning_rate, schedule=True),
+        b1=None if momentum is None else check_scalar("momentum", momentum, 0, 1),
         mu_dtype=_check_average("accumulator_dtype", accumulator_dtype, stochastic, "int8"),
         master_dtype=master_dtype,
         seed=seed,
@@ -397,7 +413,7 @@ def _transformation(
             "jax.random.bits(key)"
         )
     if clip_norm is not None:
-        clip_norm = check_number("clip_norm", clip_norm, 0, finite=False)
+        clip_norm = check_scalar("clip_norm", clip_norm, 0, finite=False)
     check_implementation(implementation)
     options = OptimizerOptions(
         name=name,

@@ -17,12 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import once_read, sigmoid
 from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes, store_lanes, sum_lanes
-from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
+from jaxkern.mosaic.registers import lane_numbers, zeros
 from jaxkern.mosaic.ring import Ring, close_copies, copied_channels, release_stage, ring_scratch
 from jaxkern.ops.causal_conv1d.reference import (
     in_last_segment,
@@ -545,8 +543,7 @@ def _sum_kernel(call: Filter, count: int, totals: int, refs: Any, smem: Any) -> 
     columns = LANES // _GROUPS
     first = jnp.minimum(lax.axis_index(BLOCK) * columns, call.dim - columns)
     block_size = totals * call.dim
-    lane = plgpu.broadcasted_iota(jnp.int32, (LANES,), 0, layout=ROW)
-    zero = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
+    lane, zero = lane_numbers(), zeros()
 
     def add(j, sums):
         """Adds the sums of blocks 16 · j to 16 · j + 15."""

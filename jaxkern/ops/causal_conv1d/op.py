@@ -31,26 +31,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import SplitSequence, from_before, is_first, is_last, on_all, only_if
+from jaxkern.core.mesh import (
+    SplitSequence,
+    from_before,
+    is_first,
+    is_last,
+    match_primal,
+    match_sharding,
+    on_all,
+    only_if,
+)
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
+    FINAL_STATES,
     filtered,
-    final_states,
     from_states,
     looks_back,
     reference_bwd,
     reference_fwd,
 )
 from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
-from jaxkern.ops.layers import check_layer, put_layer, take_layer
+from jaxkern.ops.scan_options import check_layer, put_layer, take_layer
 
 
 @final_state_op
@@ -170,7 +183,7 @@ def causal_conv1d(
             out = from_states(options, out, x, weight, bias, initial_state, spans)
             out = named("causal_conv1d", out)
         if return_final_state:
-            final = final_states(x, width, initial_state, spans)
+            (final,) = FINAL_STATES(width, x, initial_state, *spans)
     out = match_sharding(out, x)
     return (out, on_all(sequence_axis, final)) if return_final_state else out
 
@@ -241,8 +254,7 @@ def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any
             f"weight must have shape (D, W), D the {channels[0]} channels of x and W at least 1; "
             f"got {weight.shape}"
         )
-    if bias is not None:
-        bias = check_array("bias", bias, channels, "(D,) of x")
+    bias = check_optional("bias", bias, channels, "(D,) of x")
     if activation not in (None, "silu"):
         raise ValueError(f'activation must be "silu" or None, got {activation!r}')
     return x, weight, bias
@@ -263,11 +275,6 @@ def _faster(options: ConvOptions, x: Any, *rest: Any) -> bool:
     return x.shape[-1] >= LANES
 
 
-@Differentiable
-def _causal_conv1d(x, weight, bias, state, look_back, options: ConvOptions) -> Any:
-    return _causal_conv1d_fwd(x, weight, bias, state, look_back, options)[0]
-
-
 def _causal_conv1d_fwd(x, weight, bias, state, look_back, options):
     out, final = FORWARD(options, x, weight, bias, state, look_back)
     return (match_sharding(out, x), final), (x, weight, bias, state, look_back)
@@ -280,8 +287,7 @@ def _causal_conv1d_bwd(options, res, cotangents):
     return *grads, None if look_back is None else jnp.zeros_like(look_back)
 
 
-_causal_conv1d.defvjp(_causal_conv1d_fwd, _causal_conv1d_bwd)
-_causal_conv1d_jit = jax.jit(_causal_conv1d, static_argnums=5)
+_causal_conv1d_jit = Differentiable(_causal_conv1d_fwd, _causal_conv1d_bwd)
 
 
 def _looks_back(options: segments.LookBack, ids: jax.Array) -> tuple[jax.Array]:

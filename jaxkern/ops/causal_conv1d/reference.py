@@ -145,12 +145,8 @@ FROM_STATES = KernelPass(
 )
 
 
-def final_states(x: jax.Array, width: int, state: Any, spans: Spans) -> jax.Array:
-    """Last W − 1 inputs of each segment and, before them, its state: (B, S, W − 1, D)."""
-    return FINAL_STATES(width, x, state, *spans)[0]
-
-
 def _final_states(width, x, state, first, stop):
+    """Last W − 1 inputs of each segment and, before them, its state: (B, S, W − 1, D)."""
     (batch, length, dim), kept = x.shape, width - 1
     if state is None:
         state = jnp.zeros((*first.shape, kept, dim), x.dtype)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import exp_of_minus
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel
-from jaxkern.mosaic.registers import VECTOR_BYTES, row_type
+from jaxkern.mosaic.registers import VECTOR_BYTES, lane_numbers, row_type
 from jaxkern.mosaic.units import load_units, store_units
 from jaxkern.ops.cross_entropy.reference import IGNORED, LossOptions, Sums, position_in
 from jaxkern.ops.curves import kernel_functions
@@ -370,7 +370,7 @@ class ShareTile:
         before, odd = self._before(share)
         end, tail = self._before(share + jnp.uint32(1))
         head = lax.rem(vec - odd, vec)
-        lane = _lane()
+        lane = lane_numbers(jnp.uint32)
         begin = before * vec + odd
         in_head = lane < vec
         index = jnp.where(in_head, lane + begin, lane + (end * vec - vec))
@@ -400,7 +400,7 @@ class Units:
     @property
     def indices(self) -> jax.Array:
         """(LANES,), uint32."""
-        return _lane() + self.first
+        return lane_numbers(jnp.uint32) + self.first
 
     def clamped(self) -> jax.Array:
         """The indices, with the last unit's for lanes past the end."""
@@ -418,8 +418,3 @@ class Units:
         below = jnp.full((LANES,), self.end, jnp.uint32) if self.masked else None
         tile = self.tile
         store_units(ref, self.indices, values, tile.vec, step=tile.access, below=below)
-
-
-def _lane() -> jax.Array:
-    layout = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
-    return plgpu.broadcasted_iota(jnp.uint32, (LANES,), 0, layout=layout)

@@ -17,7 +17,8 @@ A row whose label is `ignore_index` has the loss 0 and the gradient 0, whatever 
 Saved for the backward: the logits in the dtype of x, and lse. With M rows these are M·V elements:
 the forward kernel reads them once, the backward kernel reads them and writes du into their memory
 if nothing else needs them; 3 products of 2·M·D·V operations. With a limit on the logits' memory,
-:mod:`jaxkern.ops.cross_entropy.memory` computes them in chunks of rows or parts of the vocabulary.
+:mod:`jaxkern.ops.cross_entropy.linear_op` computes them in chunks of rows or parts of the
+vocabulary.
 
 Sources: Szegedy et al., Rethinking the Inception Architecture, 2015, arXiv:1512.00567 (label
 smoothing); Chowdhery et al., PaLM, 2022, arXiv:2204.02311 (z-loss); Gemma Team, Gemma 2, 2024,
@@ -38,8 +39,7 @@ from jaxkern.core.bound import standard_promotion
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_sharding
-from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
+from jaxkern.core.mesh import Axes, SplitSequence, is_first, match_sharding, only_if
 from jaxkern.mosaic.registers import VECTOR_BYTES
 from jaxkern.mosaic.units import too_large
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward
@@ -167,11 +167,6 @@ def reduced(
     return (loss, lse) if return_lse else loss
 
 
-@Differentiable
-def _of_rows(logits, labels, options):
-    return _of_rows_fwd(logits, labels, options)[0]
-
-
 def _of_rows_fwd(logits, labels, options):
     losses, lse = options.loss(sums_of_rows(options, logits, labels), labels)
     return (losses, lse.value), (logits, labels, lse)
@@ -183,8 +178,7 @@ def _of_rows_bwd(options, res, cotangents):
     return match_sharding(du, logits), None
 
 
-_of_rows.defvjp(_of_rows_fwd, _of_rows_bwd)
-_rows_jit = jax.jit(_of_rows, static_argnums=2)
+_rows_jit = Differentiable(_of_rows_fwd, _of_rows_bwd)
 
 
 # Passes over logits. Classes may be split between devices, or into parts: apart from a few numbers

@@ -35,11 +35,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating
+from jaxkern.core.arguments import (
+    check_array,
+    check_optional,
+)
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.split import Partial
+from jaxkern.core.mesh import Partial
 from jaxkern.ops.curves import PLAIN, Activation, GatedUnit, check_unit
 from jaxkern.ops.gated import gated_backward
 from jaxkern.ops.linear.kernel import Product
@@ -47,6 +50,7 @@ from jaxkern.ops.linear.op import gradients
 from jaxkern.ops.linear.products import (
     LinearOptions,
     check_accumulator,
+    check_operands,
     flat,
     in_epilogue,
     launch,
@@ -163,14 +167,7 @@ def gated_linear_unit(
     References:
       Shazeer, `GLU Variants Improve Transformer <https://arxiv.org/abs/2002.05202>`_, 2020.
     """
-    x, w_gate = check_floating("x", x), check_floating("w_gate", w_gate)
-    if x.ndim < 1:
-        raise ValueError("x must have at least one axis, the one that weights multiply; got ()")
-    if w_gate.ndim != 2 or w_gate.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"w_gate must have shape (K, N), K = {x.shape[-1]} the last axis of x; "
-            f"got {w_gate.shape}. A weight stored as (N, K) goes in as w_gate.T"
-        )
+    x, w_gate = check_operands(x, w_gate, "w_gate")
     w_up, b_gate, b_up = _check_rest(w_gate, w_up, b_gate, b_up)
     accumulators = _check_accumulators(accumulators, w_gate, w_up)
     unit = check_unit(activation, alpha, limit, up_offset)
@@ -201,11 +198,8 @@ def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[A
                 "b_up must be None without w_up, as b_gate holds both biases, (2N,); got an array "
                 f"of shape {jnp.shape(b_up)}"
             )
-    if b_gate is not None:
-        b_gate = check_array("b_gate", b_gate, columns, "as many as w_gate has columns")
-    if b_up is not None:
-        b_up = check_array("b_up", b_up, columns, "as many as w_up has columns")
-    return w_up, b_gate, b_up
+    b_gate = check_optional("b_gate", b_gate, columns, "as many as w_gate has columns")
+    return w_up, b_gate, check_optional("b_up", b_up, columns, "as many as w_up has columns")
 
 
 def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
@@ -230,7 +224,6 @@ def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
 # Forward and backward
 
 
-@Differentiable
 def _gated(x, w_gate, w_up, b_gate, b_up, accumulators, options: GatedOptions) -> Any:
     del accumulators
     return FORWARD(options, x, w_gate, w_up, b_gate, b_up)[0]
@@ -262,8 +255,7 @@ def _gated_bwd(options, res, dout):
     return dx, *(*dweights, None)[:2], *(*dbiases, None)[:2], sums
 
 
-_gated.defvjp(_gated_fwd, _gated_bwd)
-_gated_jit = jax.jit(_gated, static_argnums=6)
+_gated_jit = Differentiable(_gated_fwd, _gated_bwd, _gated)
 
 
 def _columns(options: GatedOptions) -> tuple[str, str]:

@@ -27,15 +27,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_dtype, check_floating
+from jaxkern.core.arguments import (
+    check_dtype,
+    check_floating,
+    check_optional,
+)
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import Partial
+from jaxkern.core.mesh import Partial, match_primal, match_sharding
 from jaxkern.ops.curves import CURVES, PLAIN, Activation, check_activation
 from jaxkern.ops.linear import products
-from jaxkern.ops.linear.products import LinearOptions, check_accumulator, unsupported
+from jaxkern.ops.linear.products import (
+    LinearOptions,
+    check_accumulator,
+    check_operands,
+    unsupported,
+)
 from jaxkern.ops.norm import layer_norm, rms_norm
 
 
@@ -100,16 +108,8 @@ def linear(
       >>> jaxkern.linear(x, weight, jnp.zeros(128), activation="gelu").shape
       (2, 8, 128)
     """
-    x, weight = check_floating("x", x), check_floating("weight", weight)
-    if x.ndim < 1:
-        raise ValueError("x must have at least one axis, the one that weight multiplies; got ()")
-    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
-        raise ValueError(
-            f"weight must have shape (K, N), K = {x.shape[-1]} the last axis of x; "
-            f"got {weight.shape}. A weight stored as (N, K) goes in as weight.T"
-        )
-    if bias is not None:
-        bias = check_array("bias", bias, weight.shape[1:], "(N,), N the last axis of weight")
+    x, weight = check_operands(x, weight)
+    bias = check_optional("bias", bias, weight.shape[1:], "(N,), N the last axis of weight")
     curve = check_activation(activation)
     if accumulator is not None:
         accumulator = check_accumulator(
@@ -185,7 +185,6 @@ def accumulate_weight_grad(
     return named("accumulate_weight_grad", match_sharding(total, accumulator))
 
 
-@Differentiable
 def _linear(x: Any, weight: Any, bias: Any, accumulator: Any, options: LinearOptions) -> Any:
     del accumulator
     return products.match_product(FORWARD(options, x, weight, bias)[0], x, weight)
@@ -210,8 +209,7 @@ def _linear_bwd(options, res, dout):
     return dx, dweight, dbias, None if totals is None else totals[0]
 
 
-_linear.defvjp(_linear_fwd, _linear_bwd)
-_linear_jit = jax.jit(_linear, static_argnums=4)
+_linear_jit = Differentiable(_linear_fwd, _linear_bwd, _linear)
 
 
 def gradients(
@@ -276,7 +274,7 @@ def _backward(weights: int) -> BackwardPasses:
         unfit=products.unfit_for_gpu,
         ins=("... n",) * weights + ("k n",) * weights,
         outs=("... k",),
-        partial=Partial(options=LinearOptions.of_part, finish=products.finish_dx),
+        partial=Partial(options=LinearOptions.of_part, finish=products.finish_gradients),
     )
     dweight = KernelPass(
         products.DWEIGHT[weights - 1],
@@ -286,7 +284,7 @@ def _backward(weights: int) -> BackwardPasses:
         unfit=products.unfit_for_gpu,
         ins=("... k",) + ("... n",) * weights,
         outs=("k n",) * weights,
-        partial=Partial(options=LinearOptions.of_part, finish=products.finish_dweight),
+        partial=Partial(options=LinearOptions.of_part, finish=products.finish_gradients),
     )
     accumulate = KernelPass(
         products.ACCUMULATE[weights - 1],

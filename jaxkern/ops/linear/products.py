@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 
-from jaxkern.core.arguments import check_array, unfit
+from jaxkern.core.arguments import check_array, check_floating, unfit
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
@@ -176,10 +176,6 @@ def reference_dx(options: LinearOptions, *arrays: Any) -> Any:
     return (functools.reduce(operator.add, parts).astype(dtype),)
 
 
-def finish_dx(options: LinearOptions, *arrays_and_dx: Any) -> Any:
-    return (arrays_and_dx[-1].astype(options.dtypes[0]),)
-
-
 def faster_dx(options: LinearOptions, *arrays: Any) -> bool:
     del options
     dys, weights = _halves(arrays)
@@ -203,10 +199,10 @@ def reference_dweight(options: LinearOptions, x: Any, *dys: Any) -> Any:
     )
 
 
-def finish_dweight(options: LinearOptions, x: Any, *dys_and_dweights: Any) -> Any:
-    del x
-    dweights = zip(_halves(dys_and_dweights)[1], options.dtypes, strict=True)
-    return tuple(dweight.astype(dtype) for dweight, dtype in dweights)
+def finish_gradients(options: LinearOptions, *arrays_and_sums: Any) -> Any:
+    """Rounds the sums over devices of dx or of weight gradients."""
+    sums = arrays_and_sums[-len(options.dtypes) :]
+    return tuple(v.astype(dtype) for v, dtype in zip(sums, options.dtypes, strict=True))
 
 
 def faster_dweight(options: LinearOptions, x: Any, *dys: Any) -> bool:
@@ -363,6 +359,21 @@ def unsupported(**arrays: Any) -> str | None:
     if first.dtype not in (jnp.bfloat16, jnp.float16):
         return f"{name} is {first.dtype}, and the kernels multiply bfloat16 and float16"
     return unfit(**arrays)
+
+
+def check_operands(
+    x: Any, weight: Any, name: str = "weight", columns: str = "N"
+) -> tuple[jax.Array, jax.Array]:
+    """Checks x (..., K) and the weight `name`, (K, `columns`), and makes them arrays."""
+    x, weight = check_floating("x", x), check_floating(name, weight)
+    if x.ndim < 1:
+        raise ValueError(f"x must have at least one axis, the one that {name} multiplies; got ()")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{name} must have shape (K, {columns}), K = {x.shape[-1]} the last axis of x; "
+            f"got {weight.shape}. A weight stored as ({columns}, K) goes in as {name}.T"
+        )
+    return x, weight
 
 
 def check_accumulator(name: str, a: Any, shape: tuple[int, ...], meaning: str) -> jax.Array:

@@ -26,9 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import load_short_row, store_short_row
-from jaxkern.mosaic.launch import LANES, grid_axes
-from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
+from jaxkern.mosaic.registers import ROW, zeros
 from jaxkern.mosaic.ring import (
     Ring,
     close_copies,
@@ -166,16 +165,13 @@ class LinearScanPlan:
         else:
             store_short_row(ref.at[at], value)
 
-    def zeros(self) -> jax.Array:
-        return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
-
     def multiply(self, product: jax.Array, state: jax.Array) -> jax.Array:
         """product · state, but 0 for a factor of 0 and an infinite product."""
-        return jnp.where(state == 0, self.zeros(), product * state)
+        return jnp.where(state == 0, zeros(), product * state)
 
     def where(self, condition: Any, value: jax.Array, otherwise: jax.Array) -> jax.Array:
         """Chooses by a scalar; Mosaic can choose by arrays only."""
-        return jnp.where(self.zeros() + jnp.where(condition, 1.0, 0.0) > 0, value, otherwise)
+        return jnp.where(zeros() + jnp.where(condition, 1.0, 0.0) > 0, value, otherwise)
 
     def entered(self, smem: Any, stage: Any, row: Any) -> Any:
         """Number of the state that a step begins from (:func:`jaxkern.ops.segments.entered`)."""
@@ -192,7 +188,7 @@ class LinearScanPlan:
         if entered is None:
             return state
         if initial is None:
-            return self.where(entered < 0, state, self.zeros())
+            return self.where(entered < 0, state, zeros())
         batch, channels = self.block()
         load = lambda: self.load(initial.at[batch, jnp.maximum(entered, 0), channels])
         return lax.cond(entered < 0, lambda: state, load)
@@ -362,7 +358,7 @@ def _fwd_kernel(scan: LinearScanPlan, refs: Any, smem: Any) -> None:
 
         return body
 
-    h = scan.zeros()
+    h = zeros()
     if refs.start is not None:
         h = h + scan.load(refs.start.at[batch, channels])
     if refs.product is not None:
@@ -451,7 +447,7 @@ def _bwd_kernel(scan: LinearScanPlan, refs: Any, smem: Any) -> None:
 
         return body
 
-    passed = scan.zeros()
+    passed = zeros()
     if refs.dfinal is not None:
         passed = passed + scan.load(refs.dfinal.at[batch, channels])
     if refs.product is not None:
@@ -534,7 +530,7 @@ def _carry_kernel(transposed: bool, scan: LinearScanPlan, refs: Any, smem: Any) 
                 after = scan.multiply(product, a)
                 if scan.packed:  # NaN, to the end, once a segment begins
                     after = jnp.where(product != product, product, after)
-                    after = scan.where(entered < 0, after, scan.zeros() + float("nan"))
+                    after = scan.where(entered < 0, after, zeros() + float("nan"))
                 return after, state
 
             return scan.loop(valid, step, carry, backwards=transposed)
@@ -549,7 +545,7 @@ def _carry_kernel(transposed: bool, scan: LinearScanPlan, refs: Any, smem: Any) 
         chunk, ranges = lambda i: first + i, [(chunks, steps(scan.steps))]
         if scan.tail and count == scan.parts:
             ranges = [(whole, steps(scan.steps)), (chunks, steps(scan.tail))]
-    carry = scan.stream(refs, smem, chunk, ranges, (scan.zeros() + 1.0, scan.zeros()))
+    carry = scan.stream(refs, smem, chunk, ranges, (zeros() + 1.0, zeros()))
     for ref, value in zip((refs.product, refs.state), carry, strict=True):
         scan.store(ref, value, (number, batch, channels))
 
@@ -568,10 +564,10 @@ def _fold(
             s = index(jnp.minimum(i, count - 1))
             loaded.append([scan.load(ref.at[s, batch, channels]) for ref in carries])
         for i, (product, passed) in zip(order, loaded, strict=True):
-            counts = scan.zeros() + jnp.where(i < count, 1.0, 0.0)
+            counts = zeros() + jnp.where(i < count, 1.0, 0.0)
             held = scan.multiply(product, state)
             if scan.packed:  # 0 where a segment began in between, whatever the state is
-                held = jnp.where(product != product, scan.zeros(), held)
+                held = jnp.where(product != product, zeros(), held)
             state = jnp.where(counts > 0, passed + held, state)
         return state
 

@@ -48,8 +48,7 @@ from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import is_first, is_last, on_all, only_if
+from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernel import launch_bwd, launch_device_carry, launch_fwd
 from jaxkern.ops.linear_scan.reference import (
@@ -220,7 +219,6 @@ def _final_states(options: LinearScanOptions, count: int, out, initial_state, id
     return segments.last_tokens(out, last, initial_state)
 
 
-@Differentiable
 def _linear_scan(a, b, initial_state, entered, options):
     out, final, _ = FORWARD(options, a, b, initial_state, entered)
     return match_sharding(out, b), final
@@ -242,8 +240,7 @@ def _linear_scan_bwd(options, res, cotangents):
     return match_primal(da, a), match_primal(db, b), dstate, None
 
 
-_linear_scan.defvjp(_linear_scan_fwd, _linear_scan_bwd)
-_linear_scan_jit = jax.jit(_linear_scan, static_argnums=4)
+_linear_scan_jit = Differentiable(_linear_scan_fwd, _linear_scan_bwd, _linear_scan)
 
 
 def _states(options: LinearScanOptions) -> str:
@@ -283,10 +280,8 @@ def _split_forward(run: Any, axes: Any, options: LinearScanOptions, *args: Any) 
     sections = _sections(options, a, b)
     a, b, entered = map(sections.cut, (a, b, entered))
     carry = run(options, a, b, entered, of=CARRY)
-    first = jnp.zeros_like(sections.at(carry[1], 0)) if initial_state is None else initial_state
-    first = first.astype(jnp.result_type(carry[1], first))
     reverse = options.reverse
-    state = sections.states(run, axes, _PRODUCTS, carry, first, reverse=reverse)
+    state = sections.states(run, axes, _PRODUCTS, carry, initial_state, reverse=reverse)
     out, final, *states = run(options, a, b, state, entered)
     last, number = (is_first, 0) if reverse else (is_last, -1)
     final = only_if(last(axes), sections.at(final, number))
@@ -298,9 +293,7 @@ def _split_backward(run: Any, axes: Any, options: LinearScanOptions, *args: Any)
     sections, reverse = _sections(options, a, b), not options.reverse
     a, b, entered, states, dout = map(sections.cut, (a, b, entered, states, dout))
     carry = run(options, a, dout, entered, of=BWD_CARRY)
-    last = jnp.zeros_like(sections.at(carry[1], 0)) if dfinal is None else dfinal
-    last = last.astype(carry[1].dtype)
-    dfinal = sections.states(run, axes, _PRODUCTS, carry, last, reverse=reverse)
+    dfinal = sections.states(run, axes, _PRODUCTS, carry, dfinal, reverse=reverse)
     da, db, dstate = run(options, a, b, initial_state, entered, states, dout, dfinal)
     first, number = (is_first, 0) if reverse else (is_last, -1)
     dstate = only_if(first(axes), sections.at(dstate, number))

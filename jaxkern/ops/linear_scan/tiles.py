@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.split import Axes
+from jaxkern.core.mesh import Axes
 from jaxkern.mosaic.launch import LANES, num_sms
 
 

@@ -17,10 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.instructions import once_read, unknown_zero, widened
-from jaxkern.mosaic.lane_sums import computed_here, store
-from jaxkern.mosaic.lanes import sync_block, sync_warpgroup
-from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
+from jaxkern.mosaic.arithmetic import once_read, unknown_zero, widened
+from jaxkern.mosaic.lanes import computed_here, store, sync_block, sync_warpgroup
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, launch_named, num_sms
 from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
 from jaxkern.ops.norm import tiles
@@ -271,16 +270,12 @@ def launch(
     groups = width // options.group_size
     m = inputs[streams[0]].size // width
     arrays = {k: by_groups(options, tile, k, v) for k, v in inputs.items() if v is not None}
-    made = {k: v for k, v in outs.items() if v is not None}
     scratch = rows.scratch(row_sums, param_sums=isinstance(tile, NormBackwardTile))
     scratch |= param_scratch(tile, arrays, params)
     scratch |= ring_scratch(tile, arrays, streams)
-    absent = dict.fromkeys([*inputs, *outs])
 
-    def body(*refs: Any, **smem: Any) -> None:
-        space = types.SimpleNamespace(**smem)
-        regs, index = rows.registers(space), lax.axis_index(_CLUSTER)
-        named = dict(zip([*arrays, *made], refs, strict=True))
+    def body(refs: Any, smem: Any) -> None:
+        regs, index = rows.registers(smem), lax.axis_index(_CLUSTER)
         kernel(
             NormBlock(
                 options=options,
@@ -289,24 +284,24 @@ def launch(
                 m=m,
                 cluster=lax.div(index, groups),
                 group=lax.rem(index, groups),
-                ref=types.SimpleNamespace(**absent | named),
-                smem=space,
+                ref=refs,
+                smem=smem,
             )
         )
 
     used = [options.activation, options.gate_activation if "gate" in arrays else None]
-    results = launch_kernel(
+    return launch_named(
         body,
-        out_type=tuple(made.values()),
-        scratch_types=scratch,
+        dict.fromkeys(inputs) | arrays,
+        outs,
+        scratch,
         grid=(tile.num_clusters(m) * groups,),
         grid_names=(_CLUSTER,),
         kernel_name=name,
         # Exponentials, if any, use the fast units.
         approx_math=any(curve not in (None, *WITHOUT_EXPONENTIALS) for curve in used),
         **rows.launch,
-    )(*arrays.values())
-    return dict.fromkeys(outs) | dict(zip(made, results, strict=True))
+    )
 
 
 def by_groups(
@@ -544,7 +539,7 @@ def launch_bwd(
     if gate is not None:
         outs["dgate"] = full.update(dtype=gate.dtype)
     results = launch(
-        _bwd_kernel,
+        lambda block: _Backward(block).run(),
         f"{options.op}_bwd",
         options,
         tile,
@@ -581,10 +576,6 @@ class _BackwardWindow(NamedTuple):
     dgate: Any
     h: Any
     gate: Any
-
-
-def _bwd_kernel(block: NormBlock) -> None:
-    _Backward(block).run()
 
 
 class _TileStatistics(NamedTuple):

@@ -35,10 +35,10 @@ from typing import Any
 import jax
 
 from jaxkern.core.arguments import (
-    check_array,
     check_floating,
     check_integer,
     check_number,
+    check_optional,
     unfit,
 )
 from jaxkern.core.derivatives import Differentiable
@@ -201,19 +201,15 @@ def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
     if x.ndim == 0:
         raise ValueError("x must have at least one axis to normalise, got a scalar")
     n = x.shape[-1]
-    if weight is not None:
-        weight = check_array("weight", weight, (n,), "(N,), N the last axis of x")
+    weight = check_optional("weight", weight, (n,), "(N,), N the last axis of x")
     if isinstance(bias, float):
         raise TypeError(
             f"bias must be an array of shape {(n,)} = (N,), N the last axis of x, got the number "
             f"{bias}; eps is given by name, eps={bias}"
         )
-    if bias is not None:
-        bias = check_array("bias", bias, (n,), "(N,), N the last axis of x")
-    if residual is not None:
-        residual = check_array("residual", residual, x.shape, "the shape of x")
-    if gate is not None:
-        gate = check_array("gate", gate, x.shape, "the shape of x")
+    bias = check_optional("bias", bias, (n,), "(N,), N the last axis of x")
+    residual = check_optional("residual", residual, x.shape, "the shape of x")
+    gate = check_optional("gate", gate, x.shape, "the shape of x")
     group_size = n if group_size is None else _check_group_size(group_size, n)
     options = NormOptions(
         op=op,
@@ -257,11 +253,6 @@ def _slower(n: int) -> str | None:
     return None
 
 
-@Differentiable
-def _pair(x: Any, residual: Any, weight: Any, bias: Any, gate: Any, options: NormOptions) -> Any:
-    return _pair_fwd(x, residual, weight, bias, gate, options)[0]
-
-
 def _pair_fwd(x, residual, weight, bias, gate, options):
     out, h, mean, rstd = FORWARD(options, x, residual, weight, bias, gate)
     out = match_sharding(out, x)
@@ -289,8 +280,7 @@ def _pair_bwd(options, res, cotangents):
     )
 
 
-_pair.defvjp(_pair_fwd, _pair_bwd)
-_pair_jit = jax.jit(_pair, static_argnums=5)
+_pair_jit = Differentiable(_pair_fwd, _pair_bwd)
 
 
 FORWARD = KernelPass(

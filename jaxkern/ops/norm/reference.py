@@ -13,8 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import vary_over, varying
-from jaxkern.core.split import Axes, SplitSequence, is_first, only_if
+from jaxkern.core.mesh import Axes, SplitSequence, is_first, only_if, vary_over, varying
 from jaxkern.ops.curves import CURVES, PLAIN, Functions, curve_value
 
 # Arithmetic of an element outside of its row's sums, for kernels and plain JAX

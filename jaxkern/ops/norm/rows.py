@@ -24,14 +24,18 @@ from jaxkern.mosaic.cluster import (
     start_arrivals,
     wait_for_arrivals,
 )
-from jaxkern.mosaic.lane_sums import alternate_lanes, squares_in_lanes, store, sum_in_lanes, uniform
 from jaxkern.mosaic.lanes import (
     LaneOffsets,
+    alternate_lanes,
     load_lanes,
+    squares_in_lanes,
+    store,
     store_lanes,
+    sum_in_lanes,
     sum_lanes,
     sync_block,
     sync_warpgroup,
+    uniform,
 )
 from jaxkern.mosaic.launch import LANES, clusters, grid_axes
 from jaxkern.mosaic.registers import VECTOR_BYTES

@@ -21,10 +21,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E, softplus_slope
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus_slope
 from jaxkern.mosaic.lanes import sum_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (
@@ -33,32 +33,12 @@ from jaxkern.ops.selective_scan.blocks import (
     ScanCall,
     ScanPlan,
     Scratch,
-    Steps,
     TokenRing,
-    add_final_gradients,
-    add_reset,
-    advance,
-    advance_chunks,
-    decayed,
-    decays,
-    device_carry,
     dot,
-    fold,
     fp32_array,
-    gradients_before,
-    launch_carry,
     load_own,
-    no_carry,
-    over_chunks,
-    polynomials,
-    share_step_sizes,
-    shared_chunk,
-    shared_size,
-    states_before,
     store,
-    store_carry,
     store_own,
-    zeros,
 )
 from jaxkern.ops.selective_scan.forward import launch_fwd
 from jaxkern.ops.selective_scan.reference import (
@@ -67,6 +47,27 @@ from jaxkern.ops.selective_scan.reference import (
     SelectiveScanOptions,
     reference_bwd,
     reference_bwd_carry,
+)
+from jaxkern.ops.selective_scan.steps import (
+    Steps,
+    add_final_gradients,
+    add_reset,
+    advance,
+    advance_chunks,
+    decayed,
+    decays,
+    device_carry,
+    fold,
+    gradients_before,
+    launch_carry,
+    no_carry,
+    over_chunks,
+    polynomials,
+    share_step_sizes,
+    shared_chunk,
+    shared_size,
+    states_before,
+    store_carry,
 )
 from jaxkern.ops.selective_scan.tiles import (
     CHANNELS,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkern.mosaic.instructions import once_read
+from jaxkern.mosaic.arithmetic import once_read
 from jaxkern.mosaic.lanes import sync_warp
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.segments import Seen
@@ -24,16 +24,25 @@ from jaxkern.ops.selective_scan.blocks import (
     ScanCall,
     ScanPlan,
     Scratch,
-    Steps,
     TokenRing,
+    dot,
+    load_own,
+    store_own,
+)
+from jaxkern.ops.selective_scan.reference import (
+    CHUNK,
+    SelectiveScanOptions,
+    reference_carry,
+    reference_fwd,
+)
+from jaxkern.ops.selective_scan.steps import (
+    Steps,
     advance,
     advance_chunks,
     decays,
     device_carry,
-    dot,
     fold,
     launch_carry,
-    load_own,
     no_carry,
     over_chunks,
     share_step_sizes,
@@ -41,14 +50,7 @@ from jaxkern.ops.selective_scan.blocks import (
     shared_size,
     states_before,
     store_carry,
-    store_own,
     write_final_states,
-)
-from jaxkern.ops.selective_scan.reference import (
-    CHUNK,
-    SelectiveScanOptions,
-    reference_carry,
-    reference_fwd,
 )
 from jaxkern.ops.selective_scan.tiles import forward_grid, forward_tile, half
 

@@ -55,17 +55,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_array,
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import is_first, is_last, on_all, only_if
-from jaxkern.ops import segments
-from jaxkern.ops.layers import check_layer, put_layer, take_layer
-from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every
-from jaxkern.ops.scan_step import ScanStepOptions, launch, launch_of_slices, unsupported
+from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
+from jaxkern.ops import scan_step, segments
+from jaxkern.ops.scan_options import (
+    StepSizes,
+    check_checkpoint_every,
+    check_layer,
+    join_groups,
+    put_layer,
+    take_layer,
+)
 from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.selective_scan.backward import launch_bwd, launch_device_bwd_carry
 from jaxkern.ops.selective_scan.forward import launch_device_carry, launch_fwd
@@ -75,7 +85,6 @@ from jaxkern.ops.selective_scan.reference import (
     SelectiveScanOptions,
     by_group,
     decay_of,
-    join_channels,
     reference_bwd,
     reference_bwd_carry,
     reference_carry,
@@ -231,10 +240,10 @@ def selective_scan(
     else:
         out, final = named("selective_scan", PLAIN(options, *grouped))
         out = match_sharding(out, grouped[0])
-    out = join_channels(out, 2)
-    return (
-        (out, join_channels(on_all(sequence_axis, final), final.ndim - 3)) if options.final else out
-    )
+    out = join_groups(out, 2)
+    if not options.final:
+        return out
+    return out, join_groups(on_all(sequence_axis, final), final.ndim - 3)
 
 
 _STATE_SHAPE = "(B, D, N) of x and A"
@@ -263,15 +272,12 @@ def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
         states = (*x.shape[:-1], groups, A.shape[1])
         meaning = f"({tokens}, G, N) of x, B and A"
 
-    def optional(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
     dt = check_array("dt", dt, x.shape, f"({tokens}, D) of x")
     B = check_array("B", B, states, meaning)
     C = check_array("C", C, states, f"{meaning}, as B")
-    D = optional("D", D, channels, "(D,) of x")
-    z = optional("z", z, x.shape, f"({tokens}, D) of x")
-    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, channels, "(D,) of x")
+    D = check_optional("D", D, channels, "(D,) of x")
+    z = check_optional("z", z, x.shape, f"({tokens}, D) of x")
+    return x, dt, A, B, C, D, z, check_optional("dt_bias", dt_bias, channels, "(D,) of x")
 
 
 def _unsupported(args: tuple[Any, ...]) -> str | None:
@@ -287,17 +293,16 @@ def _unsupported(args: tuple[Any, ...]) -> str | None:
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
 
 
-@Differentiable
 def _selective_scan(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
     args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, _ = FORWARD(options, *args)
     return match_sharding(out, x), final
 
 
-def _selective_scan_fwd(*args_and_options):
-    *args, options = args_and_options
+def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, options):
+    args = (x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed)
     out, final, states = FORWARD(dataclasses.replace(options, save=True), *args)
-    return (match_sharding(out, args[0]), final), (args, states)
+    return (match_sharding(out, x), final), (args, states)
 
 
 def _selective_scan_bwd(options, res, cotangents):
@@ -309,8 +314,7 @@ def _selective_scan_bwd(options, res, cotangents):
     )
 
 
-_selective_scan.defvjp(_selective_scan_fwd, _selective_scan_bwd)
-_jitted = jax.jit(_selective_scan, static_argnums=11)
+_jitted = Differentiable(_selective_scan_fwd, _selective_scan_bwd, _selective_scan)
 
 _STATES = "b l g p n"
 
@@ -362,9 +366,7 @@ def _cut(sections: Sections, args: Any) -> Any:
 def _section_states(
     run: Any, axes: Any, sections: Sections, A: Any, keep: Any, carry: Any, first: Any, **to: bool
 ) -> Any:
-    state = carry[1]
-    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
-    decay = functools.partial(decay_of, A.astype(state.dtype), keep is not None)
+    decay = functools.partial(decay_of, A.astype(carry[1].dtype), keep is not None)
     return sections.states(run, axes, Decays(decay, over=jnp.sum), carry, first, **to)
 
 
@@ -511,13 +513,12 @@ def selective_scan_step(
     of_layer = args[0].shape[0], *args[2].shape
     number, state = check_layer(layer, state, of_layer, _STATE_SHAPE)
     *grouped, state = by_group((*args, state))
-    x, dt, A, B, C, D, z, dt_bias = grouped
-    reason = unsupported(state, A, x, dt, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
+    reason = scan_step.unsupported(state, *grouped)
     mode = resolve(implementation, reason, op="selective_scan_step")
-    options = ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)
+    options = scan_step.ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)
     out, state = STEP(options, state, number, *grouped)
-    state = join_channels(state, 2)
-    return join_channels(out, 1), state[0] if layer is None else state
+    state = join_groups(state, 2)
+    return join_groups(out, 1), state[0] if layer is None else state
 
 
 def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, Any]:
@@ -529,8 +530,8 @@ def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tup
 
 STEP = KernelPass(
     "selective_scan_step",
-    kernel=launch,
-    kernel_of_slices=launch_of_slices,
+    kernel=scan_step.launch,
+    kernel_of_slices=scan_step.launch_of_slices,
     reference=_step_reference,
     ins=(
         *("s b g p n", "i", "b g p", "b g p", "g p n"),

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather, vary_over, varying
-from jaxkern.core.split import Axes
-from jaxkern.ops.scan_options import StepSizes
+from jaxkern.core.mesh import Axes, vary_over, varying
+from jaxkern.ops.scan_options import SequenceBlocks, StepSizes, split_groups
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 CHUNK = 8
@@ -51,28 +50,13 @@ class SelectiveScanOptions:
 def by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments with channels as (G, P): P in each of the G groups of B and C."""
     x, dt, A, B, C, D, z, dt_bias, state = args
-    grouped = B.ndim == x.ndim + 1
-    groups = B.shape[-2] if grouped else 1
-
-    def split(v, axis=-1):
-        return None if v is None else _split_channels(v, axis % v.ndim, groups)
-
-    B, C = (v if grouped else jnp.expand_dims(v, -2) for v in (B, C))
-    tokens, A, state = (split(x), split(dt)), split(A, 0), split(state, -2)
-    return (*tokens, A, B, C, split(D), split(z), split(dt_bias), state)
-
-
-def _split_channels(v: jax.Array, axis: int, groups: int) -> jax.Array:
-    if groups == 1:  # a new axis leaves channels split as they are on a mesh
-        return jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
-
-
-def join_channels(v: jax.Array, axis: int) -> jax.Array:
-    if v.shape[axis] == 1:
-        return jnp.squeeze(v, axis)
-    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
+    if B.ndim == x.ndim:
+        B, C = jnp.expand_dims(B, -2), jnp.expand_dims(C, -2)
+    groups, last = B.shape[-2], x.ndim - 1
+    x, dt, z = (split_groups(v, last, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_groups(state, 0 if state is None else state.ndim - 2, groups)
+    return x, dt, A, B, C, D, z, dt_bias, state
 
 
 class _Tokens(NamedTuple):
@@ -141,19 +125,19 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
     if length == 0:
         out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
     else:
-        sizes = _Blocks.of(length, options.checkpoint_every)
+        blocks = _blocks(options, length)
 
         @_checkpoint
         def body(before, block):
             tokens, masks = block
-            after, out = _run_block(options, sizes, before, tokens, masks, params)
+            after, out = _run_block(options, before, tokens, masks, params)
             return after, (out, before.h if save else None)
 
         h = _start(options, h, tokens, masks, params)
-        masks = masks._replace(valid=sizes.valid())
+        masks = masks._replace(valid=_valid(blocks))
         before = _ScanCarry(h, _no_ends(options, h))
-        (h, ends), (out, states) = lax.scan(body, before, sizes.to_blocks((tokens, masks)))
-        out = sizes.from_blocks(out)
+        (h, ends), (out, states) = lax.scan(body, before, jax.tree.map(blocks.cut, (tokens, masks)))
+        out = blocks.join(out)
         states = jnp.moveaxis(states, 0, 1) if save else None
     final = _states_last(h) if options.final else None
     if final is not None and options.num_segments is not None:
@@ -182,7 +166,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     if length == 0:
         dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
     else:
-        sizes = _Blocks.of(length, options.checkpoint_every)
+        blocks = _blocks(options, length)
 
         @_checkpoint
         def body(carry, block):
@@ -190,15 +174,15 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
             tokens, masks, before, dout = block
 
             def run(before, tokens, params):
-                return _run_block(options, sizes, before, tokens, masks, params)
+                return _run_block(options, before, tokens, masks, params)
 
             before = _ScanCarry(before, _no_ends(options, before))
             _, vjp = jax.vjp(run, before, tokens, params)
             dstates, dtokens, more = vjp((dstates, dout))
             return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
 
-        masks = masks._replace(valid=sizes.valid())
-        tokens, masks, dout = sizes.to_blocks((tokens, masks, dout))
+        masks = masks._replace(valid=_valid(blocks))
+        tokens, masks, dout = jax.tree.map(blocks.cut, (tokens, masks, dout))
         states = _states_last(jnp.moveaxis(states, 1, 0))
         dparams = jax.tree.map(jnp.zeros_like, params)
         dh = jnp.where(True, dh, states[0])
@@ -206,7 +190,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         ((dh, _), dparams), dtokens = lax.scan(
             body, init, (tokens, masks, states, dout), reverse=True
         )
-        dtokens = jax.tree.map(sizes.from_blocks, dtokens)
+        dtokens = jax.tree.map(blocks.join, dtokens)
     dx, ddt, dB, dC, dz = dtokens
     dA, dD, ddt_bias, dstarts = dparams
     dinitial = None if initial_state is None else _states_last(dh)
@@ -313,66 +297,24 @@ def _no_ends(options: SelectiveScanOptions, h: jax.Array) -> Any:
     return jnp.broadcast_to(zeros, (h.shape[0], options.num_segments, *h.shape[1:]))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Blocks:
-    """A sequence cut into blocks, from one saved state to the next, of chunks of steps."""
-
-    length: int
-    chunk: int  # steps
-    block: int  # chunks
-
-    @classmethod
-    def of(cls, length: int, checkpoint_every: int | None) -> "_Blocks":
-        every = checkpoint_every or RECOMPUTED_EVERY
-        if isinstance(length, int):  # else it is symbolic
-            every = min(every, length)
-        # A chunk is unrolled where a GPU would wait for the launches of single steps. Single steps
-        # are as fast on a CPU, and compile in a third of the time.
-        chunk = min(CHUNK if jax.default_backend() == "gpu" else 1, every)
-        return cls(length, chunk, -(-every // chunk))
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.length // (self.chunk * self.block))
-
-    @property
-    def lead(self) -> tuple[int, ...]:
-        return (self.blocks, self.block) if self.block > 1 else (self.blocks,)
-
-    @property
-    def padding(self) -> int:
-        return self.blocks * self.block * self.chunk - self.length
-
-    def to_blocks(self, tree: Any) -> Any:
-        """(B, L, …) as (blocks, chunks, B, steps, …), with zeros after the end.
-
-        Without the second axis where a block is a chunk.
-        """
-        n = len(self.lead)
-
-        def split(v):
-            v = jnp.pad(v, ((0, 0), (0, self.padding), *[(0, 0)] * (v.ndim - 2)))
-            v = v.reshape(v.shape[0], *self.lead, self.chunk, *v.shape[2:])
-            return jnp.moveaxis(v, 0, n)
-
-        return jax.tree.map(split, tree)
-
-    def from_blocks(self, v: jax.Array) -> jax.Array:
-        """Back to (B, L, …)."""
-        n = len(self.lead)
-        v = jnp.moveaxis(v, n, 0)
-        v = v.reshape(v.shape[0], self.length + self.padding, *v.shape[n + 2 :])
-        return v[:, : self.length]
-
-    def valid(self) -> jax.Array | None:
-        """(1, L): ones, to be padded with zeros; ``None`` where nothing is padded."""
-        return jnp.ones((1, self.length), bool) if self.padding else None
+def _blocks(options: SelectiveScanOptions, length: Any) -> SequenceBlocks:
+    # A chunk is unrolled where a GPU would wait for the launches of single steps. Single steps are
+    # as fast on a CPU, and compile in a third of the time.
+    chunk = CHUNK if jax.default_backend() == "gpu" else 1
+    return SequenceBlocks.of(length, options.checkpoint_every or RECOMPUTED_EVERY, chunk)
 
 
-def _run_block(options, sizes, before, tokens, masks, params) -> tuple[_ScanCarry, jax.Array]:
+def _valid(blocks: SequenceBlocks) -> jax.Array | None:
+    """(1, L): ones, to be padded with zeros; ``None`` where nothing is padded."""
+    return jnp.ones((1, blocks.length), bool) if blocks.total - blocks.length else None
+
+
+def _run_block(options, before, tokens, masks, params) -> tuple[_ScanCarry, jax.Array]:
     """The chunks of a block; only the states before them are kept for the backward."""
-    if sizes.block == 1:
-        return _run_chunk(options, before, tokens, masks, params)
+    if len(tokens.x) == 1:
+        tokens, masks = jax.tree.map(lambda v: v[0], (tokens, masks))
+        after, out = _run_chunk(options, before, tokens, masks, params)
+        return after, out[None]
 
     @_checkpoint
     def body(before, chunk):

@@ -39,12 +39,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.fragments import lane_sums, load_own, own_shape, store_column_sums, store_own
-from jaxkern.mosaic.instructions import unknown_zero
+from jaxkern.mosaic.arithmetic import unknown_zero
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warpgroup
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.named import launch_named
-from jaxkern.mosaic.registers import ROW
+from jaxkern.mosaic.launch import LANES, launch_named
+from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -52,13 +50,18 @@ from jaxkern.mosaic.wgmma import (
     WARPS,
     accumulated,
     causal,
+    lane_sums,
+    load_own,
     loop,
     multiply,
     over_columns,
     over_rows,
+    own_shape,
     product,
     read,
     start_fetch,
+    store_column_sums,
+    store_own,
     swizzled,
     to_fp32,
     with_accumulators,
@@ -494,8 +497,7 @@ class _Fetch:
                 smem.dh.at[0][...] = plgpu.layout_cast(zeros, TILE)
                 plgpu.commit_smem()
 
-        nothing = plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
-        of_states = lax.fori_loop(0, at.count, self.unit, nothing)
+        of_states = lax.fori_loop(0, at.count, self.unit, zeros())
         pl.when(at.count > 0)(lambda: self.sum_parts(at.count - 1, of_states))
 
     @property

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.split import from_before, is_first, is_last, only_if
+from jaxkern.core.mesh import from_before, is_first, is_last, only_if
 from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
 from jaxkern.ops.segments import along
 from jaxkern.ops.ssd.forward import launch_device_bwd_carry, launch_device_carry
@@ -31,15 +31,6 @@ from jaxkern.ops.ssd.reference import (
 )
 from jaxkern.ops.ssd.tiles import unfit_for_gpu
 
-
-def _unfit_carry(options: SsdOptions, x, dt, a, B, rank) -> str | None:
-    return unfit_for_gpu(options, x, dt, a, B, B, None, None, None, rank)
-
-
-def _unfit_bwd_carry(options: SsdOptions, a, C, dy, rank) -> str | None:
-    return unfit_for_gpu(options, dy, a, a, C, C, None, None, None, rank)
-
-
 CARRY = KernelPass(
     "ssd_carry",
     kernel=launch_device_carry,
@@ -47,7 +38,7 @@ CARRY = KernelPass(
     ins=("b l g r p", "b l g r", "b l g r", "b l g n", "b l"),
     outs=("b g r", "b g r p n"),
     whole="l p n",
-    unfit=_unfit_carry,
+    unfit=lambda options, x, dt, a, B, rank: unfit_for_gpu(options, x, B, B),
 )
 BWD_CARRY = KernelPass(
     "ssd_bwd_carry",
@@ -56,7 +47,7 @@ BWD_CARRY = KernelPass(
     ins=("b l g r", "b l g n", "b l g r p", "b l"),
     outs=("b g r", "b g r p n"),
     whole="l p n",
-    unfit=_unfit_bwd_carry,
+    unfit=lambda options, a, C, dy, rank: unfit_for_gpu(options, dy, C, C),
 )
 
 
@@ -99,7 +90,6 @@ def _states_before(
 ) -> jax.Array:
     x, dt, a, B, _, _, _, first, rank, _ = args
     decay, state = run(options, x, dt, a, B, rank, of=CARRY)
-    first = jnp.zeros_like(sections.at(state, 0)) if first is None else first.astype(state.dtype)
     carry = _unless(begins, decay), state
     return _unless(begins, sections.states(run, axes, _DECAYS, carry, first))
 
@@ -123,8 +113,7 @@ def _backward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
     states, y, dout = map(sections.cut, (states, y, dout))
     decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
     carry = _unless(begins, decay), _unless(begins, dh)
-    last = jnp.zeros_like(sections.at(dh, 0)) if dfinal is None else dfinal.astype(dh.dtype)
-    dfinal = sections.states(run, axes, _DECAYS, carry, last, reverse=True)
+    dfinal = sections.states(run, axes, _DECAYS, carry, dfinal, reverse=True)
     if states is None:
         before = _states_before(run, axes, sections, options, begins, *given)
     else:

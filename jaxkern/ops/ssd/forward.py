@@ -30,9 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.instructions import unknown_zero
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.arithmetic import sigmoid, unknown_zero
+from jaxkern.mosaic.launch import launch_named
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -127,7 +126,7 @@ def launch_carry(
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)
     saved = max(1, scan.chunks - 1) if reverse and starts is None else scan.chunks
     results = launch_named(
-        functools.partial(_carry_kernel, scan, reverse),
+        lambda refs, smem: _CarryKernel(scan, reverse, refs, smem).run(),
         {"tokens": tokens, "weights": weights, "steps": steps, "initial": starts},
         {
             "states": like(saved, dtype) if scan.every else None,
@@ -234,27 +233,23 @@ def _stages(scan: SsdTile) -> int:
     return min(4, (8 if scan.every else 16) // scan.warpgroups)
 
 
-def _carry_kernel(scan: SsdTile, reverse: bool, refs: Any, smem: Any) -> None:
-    """Each warpgroup goes through the chunks of its unit and part."""
-    _CarryKernel(scan, reverse, refs, smem, SsdUnit(scan, lax.axis_index(WARPGROUP))).run()
-
-
 class _CarryKernel:
     """A warpgroup that holds the state of a unit; `n` counts its chunks, `k` steps of these.
 
-    A chunk's steps are multiplied one after the other, each while the next one is weighted. The
-    warpgroup has tokens and step sizes of its own, and the first one fetches B or C for all.
+    It goes through the chunks of its unit and part. A chunk's steps are multiplied one after the
+    other, each while the next one is weighted. The warpgroup has tokens and step sizes of its own,
+    and the first one fetches B or C for all.
 
     Args:
       scan: the sizes of the launch.
       reverse: whether the last chunk is the first to come.
       refs: arrays in global memory.
       smem: rings of tokens, step sizes and weights; the barriers; `held`, if states are saved.
-      at: the unit and the part of the sequence.
     """
 
-    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any, at: SsdUnit):
-        self.scan, self.reverse, self.refs, self.smem, self.at = scan, reverse, refs, smem, at
+    def __init__(self, scan: SsdTile, reverse: bool, refs: Any, smem: Any):
+        self.scan, self.reverse, self.refs, self.smem = scan, reverse, refs, smem
+        self.at = at = SsdUnit(scan, lax.axis_index(WARPGROUP))
         self.stages = _stages(scan)
         self.count, self.first = lax.div(at.count, STEPS), lax.div(at.first, STEPS)
 

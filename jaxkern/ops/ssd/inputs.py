@@ -23,8 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warpgroup
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.named import launch_named
+from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.wgmma import WARPS, start_fetch
 from jaxkern.ops import segments
 from jaxkern.ops.ssd.reference import least_log_decay

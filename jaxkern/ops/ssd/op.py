@@ -55,15 +55,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkern.core.arguments import check_array, check_floating, check_sequence_axis, unfit
+from jaxkern.core.arguments import (
+    check_array,
+    check_floating,
+    check_optional,
+    check_sequence_axis,
+    unfit,
+)
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, final_state_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
-from jaxkern.core.split import on_all
-from jaxkern.ops import segments
-from jaxkern.ops.scan_options import StepSizes, check_checkpoint_every
+from jaxkern.core.mesh import match_primal, match_sharding, on_all
+from jaxkern.ops import scan_step, segments
+from jaxkern.ops.scan_options import (
+    StepSizes,
+    check_checkpoint_every,
+    check_layer,
+    join_groups,
+    put_layer,
+    take_layer,
+)
 from jaxkern.ops.ssd import devices
 from jaxkern.ops.ssd.backward import launch_bwd
 from jaxkern.ops.ssd.forward import launch_fwd
@@ -71,12 +83,13 @@ from jaxkern.ops.ssd.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     SAVED_CHUNK,
     SsdOptions,
+    Tokens,
     by_group,
-    join_heads,
     least_log_decay,
     reference_bwd,
     reference_fwd,
     ssd_reference,
+    step,
 )
 from jaxkern.ops.ssd.tiles import unfit_for_gpu, unsupported
 
@@ -188,12 +201,12 @@ def ssd(
     References:
       Dao and Gu, `Transformers are SSMs <https://arxiv.org/abs/2405.21060>`_, 2024.
     """
-    args = check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
+    args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, _, _, B, *_ = args
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
     of_row = *x.shape[2:], B.shape[-1]
-    initial_state = segments.check_states(initial_state, x.shape[0], count, of_row, STATE_SHAPE)
+    initial_state = segments.check_states(initial_state, x.shape[0], count, of_row, _STATE_SHAPE)
     if initial_state is not None:
         initial_state = initial_state.astype(wide(initial_state.dtype))
     rank = crossed = None
@@ -214,101 +227,20 @@ def ssd(
         out, final = _jitted(*grouped, sizes, options)
     else:
         x, dt, A, B, C, D, z, dt_bias, *states = grouped
-        dt, a = log_decays(sizes, dt, A, dt_bias)
+        dt, a = _log_decays(sizes, dt, A, dt_bias)
         out, final = named("ssd", PLAIN(options, x, dt, a, B, C, D, z, *states))
         out = match_sharding(out, x)
-    out = join_heads(out, 2)
-    return (out, join_heads(on_all(sequence_axis, final), final.ndim - 4)) if options.final else out
+    out = join_groups(out, 2)
+    if not options.final:
+        return out
+    return out, join_groups(on_all(sequence_axis, final), final.ndim - 4)
 
 
 _FLOATING = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_state")
+_STATE_SHAPE = "(B, H, P, N) of x and B"
 
 
-@functools.partial(Differentiable, options=2)
-def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
-    dt, a = log_decays(sizes, dt, A, dt_bias)
-    out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
-    return match_sharding(out, x), final
-
-
-def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
-    args = x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed
-    dt, a = log_decays(sizes, dt, A, dt_bias)
-    save = dataclasses.replace(options, save=True)
-    out, final, *saved = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
-    return (match_sharding(out, x), final), (args, saved)
-
-
-def _ssd_bwd(sizes, options, res, cotangents):
-    args, saved = res
-    x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
-    # Kept until their gradients are there, step sizes would lie beside all that the kernels need.
-    found_again = jax.checkpoint(functools.partial(log_decays, sizes))
-    (step_size, a), of_steps = jax.vjp(found_again, dt, A, dt_bias)
-    given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
-    grads = BACKWARD(options, *given, *saved, *cotangents)
-    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
-        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
-        for grad, arg in zip(grads, given, strict=True)
-    )
-    ddt, dA, ddt_bias = of_steps((ds, da))
-    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
-
-
-_ssd.defvjp(_ssd_fwd, _ssd_bwd)
-_jitted = jax.jit(_ssd, static_argnums=(11, 12))
-
-
-def _ends(options: SsdOptions) -> str:
-    """The factors of initial and final states."""
-    return "b g r p n" if options.num_segments is None else "b s g r p n"
-
-
-def _arguments(options: SsdOptions) -> tuple[str, ...]:
-    tokens, steps, weights = "b l g r p", "b l g r", "b l g n"
-    args = tokens, steps, steps, weights, weights, "g r ...", tokens
-    return *args, _ends(options), "b l", "b l"
-
-
-_STATES = "b l g r p n"
-
-FORWARD = KernelPass(
-    "ssd_fwd",
-    kernel=launch_fwd,
-    reference=reference_fwd,
-    ins=_arguments,
-    outs=lambda options: ("b l g r p", _ends(options), _STATES, "b l g r p"),
-    whole="l p n s .0",
-    sequence=devices.forward,
-    unfit=unfit_for_gpu,
-)
-BACKWARD = KernelPass(
-    "ssd_bwd",
-    kernel=launch_bwd,
-    reference=reference_bwd,
-    ins=lambda options: (
-        *(*_arguments(options), _STATES),
-        *("b l g r p", "b l g r p", _ends(options)),
-    ),
-    outs=_arguments,
-    whole="l p n s .0",
-    sequence=devices.backward,
-    unfit=unfit_for_gpu,
-)
-PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
-    "ssd",
-    reference=ssd_reference,
-    ins=_arguments,
-    outs=lambda options: ("b l g r p", _ends(options)),
-    whole="l p n s .0",
-    sequence=devices.forward,
-)
-
-
-STATE_SHAPE = "(B, H, P, N) of x and B"
-
-
-def check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
+def _check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
     """The arguments as arrays; `lead` names the dimensions before the heads.
 
     B and C of one group may be without its axis.
@@ -331,9 +263,6 @@ def check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
             f"got {B.shape[-2]}, in shape {B.shape}"
         )
 
-    def optional(name, value, shape, meaning):
-        return None if value is None else check_array(name, value, shape, meaning)
-
     dt = check_array("dt", dt, x.shape[:-1], f"({tokens}, H) of x")
     A = check_array("A", A, (heads,), "(H,) of x")
     C = check_array("C", C, B.shape, f"({tokens}, G, N), as B")
@@ -343,12 +272,12 @@ def check(lead, x, dt, A, B, C, D, z, dt_bias) -> Any:
             (x.shape[-2:], "(H, P) of x") if D.ndim == 2 else ((heads,), "(H,) of x, or (H, P)")
         )
         D = check_array("D", D, *either)
-    z = optional("z", z, x.shape, f"({tokens}, H, P) of x")
-    return x, dt, A, B, C, D, z, optional("dt_bias", dt_bias, (heads,), "(H,) of x")
+    z = check_optional("z", z, x.shape, f"({tokens}, H, P) of x")
+    return x, dt, A, B, C, D, z, check_optional("dt_bias", dt_bias, (heads,), "(H,) of x")
 
 
 @standard_promotion()  # in the backward's rule too
-def log_decays(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
+def _log_decays(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Array, jax.Array]:
     """Step sizes and logarithms of decays, (…, G, R), at least float32."""
     acc = jnp.result_type(jnp.float32, *(v for v in (dt, A, dt_bias) if v is not None))
     lead = (None,) * (dt.ndim - 2)
@@ -356,3 +285,172 @@ def log_decays(sizes: StepSizes, dt: Any, A: Any, dt_bias: Any) -> tuple[jax.Arr
     dt = sizes(dt if dt_bias is None else dt + dt_bias.astype(acc)[lead])
     a, least = dt * A.astype(acc)[lead], least_log_decay(acc)
     return dt, jnp.where(a < least, least, a)
+
+
+def _ssd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
+    dt, a = _log_decays(sizes, dt, A, dt_bias)
+    out, final, *_ = FORWARD(options, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    return match_sharding(out, x), final
+
+
+def _ssd_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed, sizes, options):
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed
+    dt, a = _log_decays(sizes, dt, A, dt_bias)
+    save = dataclasses.replace(options, save=True)
+    out, final, *saved = FORWARD(save, x, dt, a, B, C, D, z, initial_state, rank, crossed)
+    return (match_sharding(out, x), final), (args, saved)
+
+
+def _ssd_bwd(sizes, options, res, cotangents):
+    args, saved = res
+    x, dt, A, B, C, D, z, dt_bias, initial_state, rank, crossed = args
+    # Kept until their gradients are there, step sizes would lie beside all that the kernels need.
+    found_again = jax.checkpoint(functools.partial(_log_decays, sizes))
+    (step_size, a), of_steps = jax.vjp(found_again, dt, A, dt_bias)
+    given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
+    grads = BACKWARD(options, *given, *saved, *cotangents)
+    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
+        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
+        for grad, arg in zip(grads, given, strict=True)
+    )
+    ddt, dA, ddt_bias = of_steps((ds, da))
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
+
+
+_jitted = Differentiable(_ssd_fwd, _ssd_bwd, _ssd, options=2)
+
+
+def _ends(options: SsdOptions) -> str:
+    """The factors of initial and final states."""
+    return "b g r p n" if options.num_segments is None else "b s g r p n"
+
+
+def _arguments(options: SsdOptions) -> tuple[str, ...]:
+    tokens, steps, weights = "b l g r p", "b l g r", "b l g n"
+    args = tokens, steps, steps, weights, weights, "g r ...", tokens
+    return *args, _ends(options), "b l", "b l"
+
+
+def _unfit(options: SsdOptions, x, dt, a, B, C, D, z, *rest) -> str | None:
+    del dt, a, D, rest
+    return unfit_for_gpu(options, x, B, C, z)
+
+
+_STATES = "b l g r p n"
+
+FORWARD = KernelPass(
+    "ssd_fwd",
+    kernel=launch_fwd,
+    reference=reference_fwd,
+    ins=_arguments,
+    outs=lambda options: ("b l g r p", _ends(options), _STATES, "b l g r p"),
+    whole="l p n s .0",
+    sequence=devices.forward,
+    unfit=_unfit,
+)
+BACKWARD = KernelPass(
+    "ssd_bwd",
+    kernel=launch_bwd,
+    reference=reference_bwd,
+    ins=lambda options: (
+        *(*_arguments(options), _STATES),
+        *("b l g r p", "b l g r p", _ends(options)),
+    ),
+    outs=_arguments,
+    whole="l p n s .0",
+    sequence=devices.backward,
+    unfit=_unfit,
+)
+PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
+    "ssd",
+    reference=ssd_reference,
+    ins=_arguments,
+    outs=lambda options: ("b l g r p", _ends(options)),
+    whole="l p n s .0",
+    sequence=devices.forward,
+)
+
+
+# One token, to decode
+
+
+@public_op
+def ssd_step(
+    state: jax.Array,
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    layer: int | jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    r"""Run :func:`ssd` for one token, to decode step by step.
+
+    .. math::
+        h_t = \exp(\Delta_t A) \, h_{t-1} + \Delta_t \, x_t \otimes B_t, \qquad
+        \text{out}_t = (h_t C_t + D \, x_t) \cdot \operatorname{silu}(z_t)
+
+    Args:
+      state: (B, H, P, N), float32, :math:`h_{t-1}`; zeros to begin with. With `layer` it holds
+        several layers, (layers, B, H, P, N).
+      x: (B, H, P), any floating dtype, as are all arguments below.
+      dt: (B, H).
+      A: (H,).
+      B: (B, G, N), where head h is in group h // (H / G); or (B, N), one group.
+      C: the shape of `B`.
+      D: (H,) or (H, P), or ``None``.
+      z: (B, H, P) or ``None``.
+      dt_bias: (H,) or ``None``.
+      dt_softplus, dt_limit, layer, implementation: as for :func:`jaxkern.selective_scan_step`.
+
+    Returns:
+      The output, (B, H, P), the dtype of `x`; and :math:`h_t`, the shape of `state`, float32.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as :func:`jaxkern.selective_scan_step` does.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern
+      >>> state, one = jnp.zeros((1, 1, 1, 1)), jnp.ones((1, 1, 1))
+      >>> for _ in range(2):  # A = 0: the state adds up what enters
+      ...     out, state = jaxkern.ssd_step(state, one, one[0], 0 * one[0, 0], one, one)
+      >>> out
+      Array([[[2.]]], dtype=float32)
+    """
+    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    x, B = args[0], args[3]
+    number, state = check_layer(layer, state, (*x.shape, B.shape[-1]), _STATE_SHAPE)
+    *grouped, state = by_group((*args, state), 1)
+    reason = scan_step.unsupported(state, *grouped)
+    mode = resolve(implementation, reason, op="ssd_step")
+    options = scan_step.ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)
+    out, state = STEP(options, state, number, *grouped)
+    state = join_groups(state, 2)
+    return join_groups(out, 1), state[0] if layer is None else state
+
+
+def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tuple[Any, Any]:
+    dt, a = _log_decays(options.sizes, dt, A, dt_bias)
+    out, after = step(Tokens(x, dt, a, B, C, z), D, take_layer(state, layer))
+    return out, put_layer(state, layer, after)
+
+
+STEP = KernelPass(
+    "ssd_step",
+    kernel=scan_step.launch,
+    kernel_of_slices=scan_step.launch_of_slices,
+    reference=_step_reference,
+    ins=(
+        *("s b g r p n", "i", "b g r p", "b g r", "g r"),
+        *("b g n", "b g n", "g r ...", "b g r p", "g r"),
+    ),
+    outs=("b g r p", "s b g r p n"),
+    whole="s i p n .0",
+)

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import gather, vary_over, varying
-from jaxkern.core.split import Axes
+from jaxkern.core.mesh import Axes, vary_over, varying
+from jaxkern.ops.scan_options import SequenceBlocks, split_groups
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 
@@ -92,15 +92,19 @@ class Contained(NamedTuple):
         """
         if self.outs is None:
             return tokens, D, initial_state
-        bad = self.dtokens
-        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
-        masks = of_heads, bad, bad, of_group, of_group, of_heads
-        cleaned = [v if v is None else _clean(v, m) for v, m in zip(tokens, masks, strict=True)]
+        masks = zip(tokens, self._masks(), strict=True)
+        cleaned = [v if v is None else _clean(v, m) for v, m in masks]
         if initial_state is not None:
             initial_state = _clean(initial_state, self.initials[..., None, None])
         if D is not None:
             D = _with_gradient(jnp.asarray, D, self._of_weight(D))
         return type(tokens)(*cleaned), D, initial_state
+
+    def _masks(self) -> tuple[jax.Array, ...]:
+        """Masks of what is not finite in the gradient of each of :class:`Tokens`."""
+        bad = self.dtokens
+        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
+        return of_heads, bad, bad, of_group, of_group, of_heads
 
     def _of_weight(self, D: jax.Array) -> jax.Array:
         return self.skips if D.ndim == 3 else jnp.any(self.skips, axis=-1)
@@ -121,12 +125,9 @@ class Contained(NamedTuple):
     def gradients(self, dtokens: Any, dD: Any, dinitial: Any) -> tuple[Any, Any, Any]:
         if self.outs is None:
             return dtokens, dD, dinitial
-        bad = self.dtokens
-        of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
-        masks = of_heads, bad, bad, of_group, of_group, of_heads
         dtokens = [
             v if v is None else jnp.where(m, jnp.nan, v)
-            for v, m in zip(dtokens, masks, strict=True)
+            for v, m in zip(dtokens, self._masks(), strict=True)
         ]
         if dinitial is not None:
             dinitial = jnp.where(self.initials[..., None, None], jnp.nan, dinitial)
@@ -303,25 +304,10 @@ def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
     """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
     x, dt, A, B, C, D, z, dt_bias, state = args
     groups = B.shape[-2]
-    x, dt, z = (split_heads(v, axis, groups) for v in (x, dt, z))
-    A, D, dt_bias = (split_heads(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_heads(state, 0 if state is None else state.ndim - 3, groups)
+    x, dt, z = (split_groups(v, axis, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_groups(state, 0 if state is None else state.ndim - 3, groups)
     return x, dt, A, B, C, D, z, dt_bias, state
-
-
-def split_heads(v: Any, axis: int, groups: int) -> Any:
-    """`v` with H at `axis` as (G, R)."""
-    if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
-        return None if v is None else jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
-
-
-def join_heads(v: Any, axis: int) -> Any:
-    """Undoes :func:`split_heads` along `axis`, the axis of G."""
-    if v is None or v.shape[axis] == 1:
-        return None if v is None else jnp.squeeze(v, axis)
-    return v.reshape(*v.shape[:axis], v.shape[axis] * v.shape[axis + 1], *v.shape[axis + 2 :])
 
 
 class Tokens(NamedTuple):
@@ -508,26 +494,28 @@ class _SsdCall:
     """The arrays of a call, cut into blocks of chunks of tokens.
 
     Attributes:
+      cuts: how the sequence is cut.
+      aligned: where segments have states, how tokens are spread over chunks; else ``None``.
       blocks: tokens and marks, (blocks, chunks, B, Q, …) and (blocks, chunks, B).
       params: D and the initial states of segments, in the dtype of the arithmetic.
     """
 
     def __init__(self, options, tokens: Tokens, D, initial_state, rank, crossed):
         batch, length, groups, heads, size = tokens.x.shape
-        self.options, self.length = options, length
+        self.options = options
         self.acc = _accumulator(tokens, D, initial_state)
-        every = options.checkpoint_every or RECOMPUTED_EVERY
-        if isinstance(length, int):  # else it is symbolic
-            every = min(every, max(length, 1))
-        self.chunk = min(CHUNK, every)
-        self.chunks = -(-every // self.chunk)  # of a block
         # In 16 bits nothing is lost by the products that tensor cores are fast at.
         any_fp32 = any(v.dtype.itemsize > 2 for v in (tokens.x, tokens.B, tokens.C))
         self.precision = "highest" if any_fp32 else None
         states = jnp.zeros((batch, groups, heads, size, tokens.B.shape[-1]), self.acc)
         self.h = vary_over(states, varying(tokens.x))
         count = options.num_segments
-        self.aligned = None if count is None else Aligned.of(crossed, rank, count, self.chunk)
+        every = options.checkpoint_every or RECOMPUTED_EVERY
+        self.cuts = SequenceBlocks.of(length, every, CHUNK)
+        self.aligned = None
+        if count is not None:
+            self.aligned = Aligned.of(crossed, rank, count, self.cuts.chunk)
+            self.cuts = dataclasses.replace(self.cuts, length=self.aligned.length)
         starts = None
         if initial_state is not None and count is None:
             self.h = initial_state.astype(self.acc)
@@ -537,45 +525,28 @@ class _SsdCall:
         self.params = _SsdParams(D, starts)
         self.blocks = self.to_blocks(tokens), self._marks(rank)
 
-    @property
-    def count(self) -> Any:
-        """The number of blocks."""
-        length = self.length if self.aligned is None else self.aligned.length
-        return -(-length // (self.chunk * self.chunks))
-
-    @property
-    def total(self) -> Any:
-        """The tokens of all chunks, of which some may be padding."""
-        return self.count * self.chunks * self.chunk
-
     def to_blocks(self, tree: Any) -> Any:
         """(B, L, …) as (blocks, chunks, B, Q, …), with zeros for what is no token."""
         if self.aligned is not None:
             tree = jax.tree.map(self.aligned.spread, tree)
-        return jax.tree.map(self._cut, tree)
-
-    def _cut(self, v: jax.Array) -> jax.Array:
-        v = jnp.pad(v, ((0, 0), (0, self.total - v.shape[1]), *[(0, 0)] * (v.ndim - 2)))
-        v = v.reshape(v.shape[0], self.count, self.chunks, self.chunk, *v.shape[2:])
-        return jnp.moveaxis(v, 0, 2)
+        return jax.tree.map(self.cuts.cut, tree)
 
     def of_tokens(self, v: jax.Array) -> jax.Array:
         """(blocks, chunks, B, Q, …) as (B, L, …)."""
-        v = jnp.moveaxis(v, 2, 0)  # (B, blocks, chunks, Q, …)
-        v = v.reshape(v.shape[0], self.total, *v.shape[4:])
-        return v[:, : self.length] if self.aligned is None else self.aligned.collect(v)
+        v = self.cuts.join(v)
+        return v if self.aligned is None else self.aligned.collect(v)
 
     def _marks(self, rank: Any) -> _Marks:
         if rank is None:
             return _Marks(None, None, None, None)
-        enter = leave = None
+        cuts, enter, leave = self.cuts, None, None
         if self.aligned is not None:
             rank = self.aligned.rank
-        missing = self.total - rank.shape[1]
+        missing = cuts.total - rank.shape[1]
         rank = jnp.pad(rank, ((0, 0), (0, missing)), constant_values=-1)
         rank = lax.cummax(rank, axis=1)  # what follows the last token is of its segment
-        firsts = rank[:, :: self.chunk]  # (B, chunks)
-        lasts = rank[:, self.chunk - 1 :: self.chunk]
+        firsts = rank[:, :: cuts.chunk]  # (B, chunks)
+        lasts = rank[:, cuts.chunk - 1 :: cuts.chunk]
         before = jnp.concatenate([jnp.zeros_like(rank[:, :1]), lasts], axis=1)[:, :-1]
         if self.aligned is not None:
             none = ((0, 0), (0, firsts.shape[1] - self.aligned.enter.shape[1]))
@@ -584,9 +555,9 @@ class _SsdCall:
                 for v in (self.aligned.enter, self.aligned.leave)
             )
             before = jnp.where(enter >= 0, firsts, before)
-        of_chunks = lambda v: jnp.moveaxis(v.reshape(v.shape[0], self.count, self.chunks), 0, 2)
+        of_chunks = lambda v: jnp.moveaxis(v.reshape(v.shape[0], cuts.count, cuts.chunks), 0, 2)
         before, enter, leave = jax.tree.map(of_chunks, (before, enter, leave))
-        return _Marks(self._cut(rank), before, enter, leave)
+        return _Marks(cuts.cut(rank), before, enter, leave)
 
     def no_ends(self) -> Any:
         """Final states of no segment yet, (B, S, G, R, P, N)."""

@@ -189,9 +189,8 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str
     return None
 
 
-def unfit_for_gpu(options: Any, x, dt, a, B, C, D, z, initial_state, *rest) -> str | None:
+def unfit_for_gpu(options: Any, x: Any, B: Any, C: Any, z: Any = None) -> str | None:
     """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
-    del dt, a, D, initial_state, rest
     return without_wgmma() or unsupported(x, B, C, z, options.num_segments)
 
 
