@@ -133,7 +133,7 @@ def custom_op(
         grads = frozenset(ins)
 
     @functools.partial(jax.jit, static_argnums=1, inline=True)
-    def compiled(arrays: Arrays, options: "_CustomOptions") -> Any:
+    def compiled(arrays: Arrays, options: _CustomOptions) -> Any:
         with standard_promotion():
             return run(arrays, options)
 
@@ -451,8 +451,7 @@ def _differentiable(
     given: Named,
     shown: tuple[str, ...],
 ) -> _Run:
-    def fwd(*args: Any) -> tuple[Any, Any]:
-        *arrays, options = args
+    def fwd(arrays: Arrays, options: _CustomOptions) -> tuple[Any, Any]:
         found = dict(zip(outs, forward(options, *arrays), strict=True))
         named = dict(zip(ins, arrays, strict=True)) | found
         kept = {each: named[each] for each in taken if each in named}
@@ -472,11 +471,9 @@ def _differentiable(
                 return None
             return match_primal(grad.astype(of.aval.dtype), of)
 
-        return tuple(map(typed, ins, types))
+        return (tuple(map(typed, ins, types)),)
 
-    f = Differentiable(lambda *args: fwd(*args)[0])
-    f.defvjp(fwd, bwd)
-    return lambda arrays, options: f(*arrays, options)
+    return Differentiable(fwd, bwd)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
