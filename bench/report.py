@@ -7,12 +7,12 @@ with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the function of that 
 """
 
 import inspect
+import itertools
 import re
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jaxkern
 from bench import compiled, pictures, program
@@ -26,7 +26,6 @@ from bench.figures import (
     Results,
     Row,
     duration,
-    is_rival,
     name_of,
     plain_shape,
     steady,
@@ -135,10 +134,6 @@ bf16 parameters and gradients, 8-bit `mu` and `nu` | 10 | 100M-bf16-8-bit-state
 """Precisions of an optimizer, bytes per parameter, and the shape that was timed."""
 
 
-def _rows(listed: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.split("|")] for line in listed.split("\n") if line]
-
-
 def families() -> dict[str, list[str]]:
     """The public names by family."""
     listed = Path(jaxkern.__file__).read_text().partition("__all__ = [")[2].partition("\n]")[0]
@@ -167,15 +162,6 @@ def reference() -> dict[Path, str]:
     return pages
 
 
-def _ops(_: Results) -> str:
-    names = families()
-    rows = [
-        [f"**{family}**", ", ".join(f"`{name}`" for name in names[family]), *told]
-        for family, told in FAMILIES.items()
-    ]
-    return table(["", "ops", "what they compute", "on a GPU"], rows)
-
-
 SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
 """Ops whose limit is their exponentials, and not a copy's bandwidth."""
 
@@ -190,84 +176,71 @@ def cell(op: str, row: Row | None) -> str:
     return duration(row["us"]) + (f", {row['percent']:.0f}%" if limited else "")
 
 
-def listed(text: str) -> list[tuple[str, str, str, list[str]]]:
-    """Label, op, shape and passes of each row of :data:`README` or :data:`GUIDE`."""
-    found = ((name, of.split(), passes.split()) for name, of, passes in _rows(text))
-    return [(name, op, shape, passes) for name, (op, shape), passes in found]
+def listed(text: str) -> Iterator[list[str]]:
+    """The cells of each line of a table above."""
+    for line in filter(None, text.split("\n")):
+        yield [cell.strip() for cell in line.split("|")]
+
+
+def _timed(results: Results, op: str, shape: str, direction: str) -> Line:
+    line = results.line(op, shape, direction)
+    assert line is not None, f"{op} {shape} {direction} was not timed"
+    return line
+
+
+HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
 
 
 def _op_rows(results: Results, text: str) -> Iterator[list[str]]:
-    for label, op, shape, passes in listed(text):
-        for i, direction in enumerate(passes):
-            line = results.line(op, shape, direction)
-            assert line is not None, f"{op} {shape} {direction} was not timed"
-            rival = f"{name_of(line.rival)} " if line.rival else ""
-            told = [cell(op, row) for row in (line.own, line.figures.get("xla"))]
-            rival += cell(op, line.figures.get(line.rival or ""))
-            yield ["" if i else label, direction, *told, rival]
+    for label, of, passes in listed(text):
+        op, shape = of.split()
+        for i, direction in enumerate(passes.split()):
+            line = _timed(results, op, shape, direction)
+            rows = (line.own, line.figures.get("xla"), line.figures.get(line.rival or ""))
+            own, plain, other = (cell(op, row) for row in rows)
+            rival = f"{name_of(line.rival)} {other}" if line.rival else ""
+            yield ["" if i else label, direction, own, plain, rival]
 
 
-def model_name(preset: str, parameters: int) -> str:
-    """A preset as a reader names it, with the parameters that it has."""
-    name, _, vocabulary = preset.partition(", vocabulary ")
-    kind = "Mamba-2" if name.startswith("mamba2") else "Mamba"
-    return f"{kind}, {parameters / 1e6:,.0f} M parameters, vocabulary {vocabulary or 256}"
+def _trained(row: Row | None, name: str = "") -> str:
+    """The speed of a training step and its memory."""
+    if row is None:
+        return ""
+    return f"{name}{row['tokens_per_second']:,} tokens/s, {row['peak_gib']:.1f} GiB"
+
+
+REMAT = {"cheap": "jaxkern-cheap", "scan": "jaxkern-scan", "layer": "jaxkern-remat"}
+"""The contenders that compute something again, by their choice of `--remat`."""
 
 
 def training_rows(
     results: Results, presets: Iterable[tuple[str, int]], remat: bool = True
 ) -> Iterator[list[str]]:
     """Training steps of `presets` and lengths, with ours by `remat` below."""
-
-    def told(row: Row | None, name: str = "") -> str:
-        if row is None:
-            return ""
-        return f"{name}{row['tokens_per_second']:,} tokens/s, {row['peak_gib']:.1f} GiB"
-
-    for at in presets:
-        by = results.trainings[at]
-        own = by["jaxkern"]
-        label = f"{model_name(at[0], own['parameters'])}, B {own['batch']}, L {at[1]}"
-        others = filter(is_rival, by)
-        fastest = max(others, key=lambda name: by[name]["tokens_per_second"], default="")
-        other = told(by.get(fastest), f"{name_of(fastest)} ")
-        yield [label, "step", told(own), told(by.get("xla-loop")), other]
+    for preset, length in presets:
+        by = results.trainings()[preset, length]
+        name, _, vocabulary = preset.partition(", vocabulary ")
+        label = "Mamba-2" if name.startswith("mamba2") else "Mamba"
+        label += f", {by['jaxkern']['parameters'] / 1e6:,.0f} M parameters"
+        label += f", vocabulary {vocabulary or 256}, B {by['jaxkern']['batch']}, L {length}"
+        rival = Line("training", preset, "", "step", by).rival or ""
+        other = _trained(by.get(rival), f"{name_of(rival)} ")
+        yield [label, "step", _trained(by["jaxkern"]), _trained(by.get("xla-loop")), other]
         for how, name in REMAT.items():
             if remat and name in by:
-                yield [f"the same with `--remat {how}`", "step", told(by[name]), "", ""]
-
-
-REMAT = {"cheap": "jaxkern-cheap", "scan": "jaxkern-scan", "layer": "jaxkern-remat"}
-"""The contenders that compute something again, by their choice of `--remat`."""
-
-HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
-
-
-def _readme(results: Results) -> str:
-    (training, *_) = training_rows(results, [MODEL])
-    return table(HEAD, [*_op_rows(results, README), training])
-
-
-def _speed(results: Results) -> str:
-    trained = training_rows(results, results.trainings)
-    return table(HEAD, [*_op_rows(results, README + GUIDE), *trained])
+                yield [f"the same with `--remat {how}`", "step", _trained(by[name]), "", ""]
 
 
 def _headline(results: Results) -> str:
-    own, theirs = (results.trainings[MODEL][name] for name in ("jaxkern", "mamba_ssm"))
-    rate = "tokens_per_second"
-    tokens = MODEL[0].partition("vocabulary ")[2]
-    is_model = lambda row: (row.get("preset"), row.get("length")) == MODEL and "contender" in row
-    gpu, at = next(
-        (one["device"].split()[1], by)
-        for _, one in results.files
-        if "jla" in (by := {r["contender"]: r for r in one["rows"] if is_model(r)})
-    )
+    h200, h100 = (results.trainings(gpu)[MODEL] for gpu in ("H200", "H100"))
+    rate = lambda row: f"{row['tokens_per_second']:,}"
+    own, theirs, jla = h200["jaxkern"], h200["mamba_ssm"], h100["jla"]
     text = (
-        f"A Mamba of {own['parameters'] / 1e6:.0f} million parameters (vocabulary of {tokens}) "
-        f"trains at {own[rate]:,} tokens a second in {own['peak_gib']:.1f} GiB on one H200 "
-        f"(mamba_ssm: {theirs[rate]:,} in {theirs['peak_gib']:.1f}), at {at['jaxkern'][rate]:,} on "
-        f"one {gpu} (jax-linear-attention: {at['jla'][rate]:,} in {at['jla']['peak_gib']:.1f} GiB; "
+        f"A Mamba of {own['parameters'] / 1e6:.0f} million parameters (vocabulary of "
+        f"{MODEL[0].partition('vocabulary ')[2]}) trains at {rate(own)} tokens a second in "
+        f"{own['peak_gib']:.1f} GiB on one H200 (mamba_ssm: {rate(theirs)} in "
+        f"{theirs['peak_gib']:.1f}), at {rate(h100['jaxkern'])} on one H100 (jax-linear-attention: "
+        f"{rate(jla)} in {jla['peak_gib']:.1f} GiB; "
         "[bench/report.md](bench/report.md#training-end-to-end))."
     )
     return textwrap.fill(text, 100, break_on_hyphens=False)
@@ -280,17 +253,16 @@ SLOWER = 0.97
 def _slower_ops(results: Results) -> str:
     """Each op at the bf16 measurement where it is slowest beside others, and decoding."""
     worst: dict[str, Line] = {}
-    for line in results.best.values():
+    for line in sorted(results.best.values(), key=lambda line: line.speedup or 1):
         if line.dtype == "bfloat16" and (line.speedup or 1) < SLOWER:
-            worst[line.op] = min(worst.get(line.op, line), line, key=lambda x: x.speedup or 1)
+            worst.setdefault(line.op, line)
     told: dict[str, list[str]] = defaultdict(list)
-    for line in sorted(worst.values(), key=lambda line: line.speedup or 1):
+    for line in worst.values():
         way = "both ways in one program" if line.direction == "both" else line.direction
         by = name_of(line.fastest or "")
         told[f"{way} beside {by}"].append(f"`{line.op}` {line.speedup:.2f}×")
-    rate = "tokens_per_second"
-    of_both = [by for by in results.decodings.values() if {"jaxkern", "mamba_ssm"} <= by.keys()]
-    ratios = sorted(by["jaxkern"][rate] / by["mamba_ssm"][rate] for by in of_both)
+    rates = ({n: row["tokens_per_second"] for n, row in by.items()} for by in results.decodings)
+    ratios = sorted(by["jaxkern"] / by["mamba_ssm"] for by in rates)
     text = (
         f"Slower, each op at its worst shape: decoding {ratios[0]:.2f}–{ratios[-1]:.2f}× "
         f"mamba_ssm; {'; '.join(f'{how} {", ".join(ops)}' for how, ops in told.items())} "
@@ -299,21 +271,15 @@ def _slower_ops(results: Results) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def _ours(results: Results, op: str, shape: str, direction: str) -> Row:
-    line = results.line(op, shape, direction)
-    assert line is not None, f"{op} {shape} {direction} was not timed"
-    return line.figures[OURS]
-
-
 def _checkpoints(results: Results) -> str:
-    ours = lambda word: _ours(results, "selective_scan", SCAN + word, "both")
-    rows = [[*saved, duration(ours(word)["us"])] for *saved, word in _rows(CHECKPOINTS)]
+    ours = lambda word: _timed(results, "selective_scan", SCAN + word, "both").figures[OURS]["us"]
+    rows = [[*saved, duration(ours(word))] for *saved, word in listed(CHECKPOINTS)]
     return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
 
 
 def _states(results: Results) -> str:
-    ours = lambda shape: cell("fused_adamw", _ours(results, "fused_adamw", shape, "step"))
-    rows = [[*told, ours(shape)] for *told, shape in _rows(STATES)]
+    ours = lambda shape: _timed(results, "fused_adamw", shape, "step").figures[OURS]
+    rows = [[*told, cell("fused_adamw", ours(shape))] for *told, shape in listed(STATES)]
     rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
     head = ["", "bytes per parameter, read and written"]
     return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
@@ -321,11 +287,12 @@ def _states(results: Results) -> str:
 
 def _precisions(results: Results) -> str:
     (one,) = results.of("precision")
+    minus = lambda number: f"{number:+.3f}".replace("-", "−")
     rows = [
         [
             row["precision"],
             f"{row['mean']:.3f} ± {row['spread']:.3f}",
-            f"{row['to_fp32']:+.3f}".replace("-", "−") if row["precision"] != "fp32" else "",
+            "" if row["precision"] == "fp32" else minus(row["to_fp32"]),
         ]
         for row in one["summary"]
     ]
@@ -334,57 +301,72 @@ def _precisions(results: Results) -> str:
     return table([f"`{one['preset']}`, {size}", *told], rows)
 
 
-def _copies(results: Results) -> str:
-    """The cost of copies by lanes and of 99 KiB of shared memory, in percent of the time."""
-    (one,) = results.of("copies")
-    times: dict[str, dict[Any, Row]] = defaultdict(dict)
-    for row in one["rows"]:
-        case = f"`{row['op']}`, {row['shape'].replace('x', ' × ')}"
-        times[case][row["copies"], row["shared_memory"] > 2**17] = row
-    passes, rows = ("forward_us", "both_us"), []
-    for case, found in times.items():
-        base = found["tma", True]
-        told = [duration(base[key]) for key in passes]
-        for other in ("lanes", True), ("tma", False), ("lanes", False):
-            more = [found[other][key] / base[key] - 1 for key in passes]
-            told.append(", ".join(f"{round(100 * m):+d}%".replace("-", "−") for m in more))
-        rows.append([case, *told])
-    others = "lanes copy", "99 KiB", "lanes copy, 99 KiB"
-    return table(["", "forward", "forward and backward", *others], rows)
+def pivot(
+    rows: Iterable[Row],
+    index: Sequence[str],
+    column: str,
+    value: str | Callable[[Row], str],
+    names: dict[str, str] | None = None,
+) -> str:
+    """A table of a value by some keys and a column; of several rows the last counts.
+
+    Args:
+      rows: to show.
+      index: keys whose values are the first cells of a line.
+      column: the key whose values are the other columns.
+      value: its key, or what tells it.
+      names: the columns and their headings; by default all.
+    """
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        told = value(row) if callable(value) else row[value]
+        told = f"{told:,.4g}" if isinstance(told, float) else told
+        of_line = found.setdefault(tuple(str(row[key]) for key in index), {})
+        of_line[str(row[column])] = f"{told:,}" if isinstance(told, int) else told
+    every = dict.fromkeys(name for by in found.values() for name in by)
+    names = names or {name: name_of(name) for name in every}
+    cells = [[*key, *(by.get(name, "") for name in names)] for key, by in found.items()]
+    return table([*index, *names.values()], cells)
 
 
 def _layers(results: Results) -> str:
     """Forward and backward of the Mamba-2 layer, and the memory kept in between."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for row in results.of("layers")[0]["rows"]:
-        sizes = f"{row['d_model']:,}, {row['batch']} × {row['length']:,}"
-        told = f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
-        found[sizes][row["implementation"]] = told
+    at = "`d_model`, batch × tokens"
+    size = "{d_model:,}, {batch} × {length:,}".format_map
+    rows = [row | {at: size(row)} for row in results.of("layers")[0]["rows"]]
     by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
     by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
-    rows = [[sizes, *(told.get(name, "") for name in by)] for sizes, told in found.items()]
-    return table(["`d_model`, batch × tokens", *by.values()], rows)
+    told = lambda row: f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
+    return pivot(rows, [at], "implementation", told, by)
 
 
 def _devices(results: Results, files: str = "devices") -> str:
     rows = [row for one in results.of(files) for row in one["rows"]]
-    head = ["what", "sizes", "mesh", "GPUs", "ms", "tokens/s", "efficiency", "peak, GiB"]
+    heads = {"devices": "GPUs", "tokens_per_second": "tokens/s", "peak_gib": "peak, GiB"}
     keys = ["what", "sizes", "mesh", "devices", "ms", "tokens_per_second"]
     keys += ["efficiency", "peak_gib"]
     shown = lambda value: f"{value:,}" if isinstance(value, int) else str(value)
-    return table(head, [[shown(row[key]) for key in keys] for row in rows])
+    cells = ([shown(row[key]) for key in keys] for row in rows)
+    return table([heads.get(key, key) for key in keys], cells)
 
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
-    "ops": _ops,
-    "readme": _readme,
+    "ops": lambda _: table(
+        ["", "ops", "what they compute", "on a GPU"],
+        (
+            [f"**{family}**", ", ".join(f"`{name}`" for name in families()[family]), *told]
+            for family, told in FAMILIES.items()
+        ),
+    ),
+    "readme": lambda r: table(HEAD, [*_op_rows(r, README), *training_rows(r, [MODEL], False)]),
     "slower": _slower_ops,
-    "speed": _speed,
+    "speed": lambda r: table(
+        HEAD, [*_op_rows(r, README + GUIDE), *training_rows(r, r.trainings())]
+    ),
     "checkpoints": _checkpoints,
     "states": _states,
     "precisions": _precisions,
-    "copies": _copies,
     "layers": _layers,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
@@ -412,39 +394,46 @@ def family_rows(results: Results, ops: Sequence[str]) -> dict[str, dict[str, Lin
     """
     every = [one for one in cases(small=False) if one.op in ops]
     models = {(one.op, one.shape): one.models for one in every if isinstance(one, Case)}
-    wanted = {(op, shape): label for label, op, shape, _ in listed(README + GUIDE) if op in ops}
+    guide = {tuple(of.split()): label for label, of, _ in listed(README + GUIDE)}
     half = lambda dtype, direction: dtype == "bfloat16" or direction == "step"
     timed = {(op, s): None for op, s, dtype, d in results.best if op in ops and half(dtype, d)}
+    wanted = [at for at in guide if at[0] in ops]
     for op in ops:
-        if not any(of == op for of, _ in wanted):
+        if not any(at[0] == op for at in wanted):
             of_op = [at for at in timed if at[0] == op]
-            wanted |= dict.fromkeys(sorted(of_op, key=lambda at: not models.get(at))[:1], "")
-    for more in ([at for at in timed if models.get(at)], timed):
-        wanted |= {at: wanted.get(at, "") for at in more}
+            wanted += sorted(of_op, key=lambda at: not models.get(at))[:1]
+    wanted += sorted(timed, key=lambda at: not models.get(at))
     rows = {}
-    for op, shape in sorted([*wanted][:MOST], key=lambda at: ops.index(at[0])):
+    for op, shape in sorted([*dict.fromkeys(wanted)][:MOST], key=lambda at: ops.index(at[0])):
         named = ", ".join(models.get((op, shape), ()))
-        label = wanted[op, shape].partition(";")[0] or f"`{op}`, {plain_shape(shape)}"
+        label = guide.get((op, shape), f"`{op}`, {plain_shape(shape)}").partition(";")[0]
         label += f" ({named})" if named else ""
         found = {d: results.line(op, shape, d) for d in PASSES}
         rows[label] = {d: line for d, line in found.items() if line}
     return rows
 
 
-def _told(op: str, line: Line | None) -> str:
-    """Our time, and how many times faster that is than the fastest other."""
-    if line is None:
-        return ""
-    told = cell(op, line.own)
-    if line.speedup is None or line.fastest is None:
-        return told
-    return f"{told}; {line.speedup:.2f}× {name_of(line.fastest)}" + (
-        " ▼" if is_slower(line) else ""
-    )
+def rows_of_families(results: Results) -> dict[str, dict[str, dict[str, Line]]]:
+    """The rows of each family's table and picture."""
+    more = {"Linear layers": ["mlp"]}  # a block of several ops
+    found = {n: family_rows(results, ops + more.get(n, [])) for n, ops in families().items()}
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def is_slower(line: Line) -> bool:
     return line.speedup is not None and line.speedup <= 1 - EVEN
+
+
+def _told(line: Line | None) -> str:
+    """Our time, and how many times faster that is than the fastest other."""
+    if line is None:
+        return ""
+    beside = f"; {line.speedup:.2f}× {name_of(line.fastest or '')}" if line.speedup else ""
+    return cell(line.op, line.own) + beside + (" ▼" if is_slower(line) else "")
+
+
+def _picture(name: str) -> str:
+    return f"pictures/{name.lower().replace(' ', '_')}.svg"
 
 
 def _family(name: str, rows: dict[str, dict[str, Line]]) -> Iterator[str]:
@@ -458,18 +447,13 @@ def _family(name: str, rows: dict[str, dict[str, Line]]) -> Iterator[str]:
     if told := "; ".join(f"{', '.join(of)}: {sizes}" for sizes, of in axes.items() if sizes):
         yield f"Shapes of {told}."
     passes = [d for d in PASSES if any(d in of for of in rows.values())]
-    op = lambda of: next(iter(of.values())).op
-    cells = [[label, *(_told(op(of), of.get(d)) for d in passes)] for label, of in rows.items()]
-    yield table(["", *passes], cells)
-
-
-def _picture(name: str) -> str:
-    return f"pictures/{name.lower().replace(' ', '_')}.svg"
+    yield table(
+        ["", *passes], ([label, *(_told(of.get(d)) for d in passes)] for label, of in rows.items())
+    )
 
 
 def _slower(results: Results) -> Iterator[str]:
     lost = sorted(filter(is_slower, results.best.values()), key=lambda line: line.speedup or 0)
-    yield "## Where we are slower"
     yield f"{len(lost)} of {len(results.best)} measurements, by 1% or more, the worst first:"
     rows = []
     for line in lost:
@@ -481,97 +465,90 @@ def _slower(results: Results) -> Iterator[str]:
 
 
 def _training(results: Results) -> Iterator[str]:
-    yield "## Training, end to end"
-    yield (
-        "Steps of the language model on random tokens, by `python -m bench train`: forward, "
-        "backward and AdamW, products in bf16, parameters and state in fp32, every contender in a "
-        "process of its own. The [guide to speed](../.site/guide/speed.md) has also longer "
-        "sequences and `--remat`."
-    )
-    presets = [at for at in results.trainings if at[1] == 2048]
+    presets = [at for at in results.trainings() if at[1] == 2048]
     yield table(HEAD, training_rows(results, presets, remat=False))
-    rows = [row for _, one in results.files for row in one["rows"] if "contender" in row]
-    for row in rows:
-        if not steady(row):
+    for _, one in results.files:
+        trained = [row for row in one["rows"] if "contender" in row]
+        for row in itertools.filterfalse(steady, trained):
             what = f"{row['preset']}, {name_of(row['contender'])}, length {row['length']}"
             yield f"Left out: {what}: its times differ by more than {STEADY:.0%}."
-    for _, one in results.files:
-        if any("contender" in row for row in one["rows"]):
-            yield from (f"Not run, or left out: {line}." for line in one["failed"])
+        left_out = one["failed"] if trained else ()
+        yield from (f"Not run, or left out: {line}." for line in left_out)
 
 
-def pivot(rows: Iterable[Row], index: Sequence[str], column: str, value: str) -> str:
-    """A table of a value by some keys and a column; of several rows the last counts."""
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
-        told = row[value]
-        shown = f"{told:,.4g}" if isinstance(told, float) else f"{told:,}"
-        name = str(row[column])
-        found.setdefault(tuple(str(row[key]) for key in index), {})[name] = shown
-    names = list(dict.fromkeys(name for by in found.values() for name in by))
-    cells = [[*key, *(by.get(name, "") for name in names)] for key, by in found.items()]
-    return table([*index, *map(name_of, names)], cells)
-
-
-def _others(results: Results) -> Iterator[str]:
-    rows = lambda command: [row for one in results.of(command) for row in one["rows"]]
-    yield "## Decoding"
-    yield (
-        "Tokens a second of all sequences together, by `python -m bench decode`, after prompts of "
-        "128 tokens. jaxkern is what `jaxkern sample` runs, in fp32, jaxkern-bf16 the same in "
-        "bf16, as the others are; mamba_ssm decodes by CUDA graphs."
-    )
-    decoded = (row for by in results.decodings.values() for row in by.values())
-    yield pivot(decoded, ("preset", "batch"), "by", "tokens_per_second")
-    yield "## The first training step"
-    yield (
-        "Seconds from the start of `jaxkern train`'s process to the end of its first step, by "
-        "`python -m bench first_step`, with jaxkern's and XLA's caches empty, and filled by an "
-        "earlier process."
-    )
-    yield pivot(rows("first-step"), ("preset", "devices"), "cache", "first_step_s")
-    yield "## What checkpoints cost"
-    yield (
-        "Milliseconds a step of `jaxkern train`, with checkpoints and with none, by `python -m "
-        "bench checkpoints`."
-    )
+def _checkpoints_cost(results: Results) -> Iterator[str]:
     (one,) = results.of("checkpoints")
     words = {True: f"every {one['every']} steps", False: "none"}
-    kinds = [row | {"checkpoints": words[row["checkpoints"]]} for row in one["rows"]]
-    yield pivot(kinds, ("preset",), "checkpoints", "ms")
-    yield "## Loss curves"
-    yield (
-        "The loss in nats of `jaxkern train` by the kernels in bf16 and by plain JAX in fp32 with "
-        "the same seed, by `python -m bench curves`. Of the means over 20 steps each: the first, "
-        "the last, its difference from plain JAX's, and the largest difference."
-    )
+    rows = [row | {"checkpoints": words[row["checkpoints"]]} for row in one["rows"]]
+    yield pivot(rows, ("preset",), "checkpoints", "ms")
+
+
+def _curves(results: Results) -> Iterator[str]:
     keys = ("run", "first", "last", "difference", "largest")
-    yield table(keys, [[row[key] for key in keys] for row in rows("curves")])
+    (one,) = results.of("curves")
+    yield table(keys, [[row[key] for key in keys] for row in one["rows"]])
 
 
 def _files(results: Results) -> Iterator[str]:
-    yield "## Files and versions"
     keys = ("device", "driver", "jax", "commit", "date")
-    rows = [
-        [f"[{name}](results/{name})", *(one.get(key, "") for key in keys)]
-        for name, one in results.files
-    ]
+    link = lambda name: f"[{name}](results/{name})"
+    rows = ([link(name), *(one.get(key, "") for key in keys)] for name, one in results.files)
     yield table(["file", "GPU", "driver", "JAX", "commit", "date"], rows)
 
 
-def rows_of_families(results: Results) -> dict[str, dict[str, dict[str, Line]]]:
-    """The rows of each family's table and picture."""
-    found = {}
-    for name, ops in families().items():
-        ops = [*ops, "mlp"] if name == "Linear layers" else ops
-        if rows := family_rows(results, ops):
-            found[name] = rows
-    return found
+SECTIONS: dict[str, tuple[str, Callable[[Results], Iterable[str]]]] = {
+    "Training, end to end": (
+        "Steps of the language model on random tokens, by `python -m bench train`: forward, "
+        "backward and AdamW, products in bf16, parameters and state in fp32, every contender in a "
+        "process of its own. The [guide to speed](../.site/guide/speed.md) has also longer "
+        "sequences and `--remat`.",
+        _training,
+    ),
+    "Decoding": (
+        "Tokens a second of all sequences together, by `python -m bench decode`, after prompts of "
+        "128 tokens. jaxkern is what `jaxkern sample` runs, in fp32, jaxkern-bf16 the same in "
+        "bf16, as the others are; mamba_ssm decodes by CUDA graphs.",
+        lambda results: [
+            pivot(
+                (row for by in results.decodings for row in by.values()),
+                ("preset", "batch"),
+                "by",
+                "tokens_per_second",
+            )
+        ],
+    ),
+    "The first training step": (
+        "Seconds from the start of `jaxkern train`'s process to the end of its first step, by "
+        "`python -m bench first_step`, with jaxkern's and XLA's caches empty, and filled by an "
+        "earlier process.",
+        lambda results: [
+            pivot(
+                (row for one in results.of("first-step") for row in one["rows"]),
+                ("preset", "devices"),
+                "cache",
+                "first_step_s",
+            )
+        ],
+    ),
+    "What checkpoints cost": (
+        "Milliseconds a step of `jaxkern train`, with checkpoints and with none, by `python -m "
+        "bench checkpoints`.",
+        _checkpoints_cost,
+    ),
+    "Loss curves": (
+        "The loss in nats of `jaxkern train` by the kernels in bf16 and by plain JAX in fp32 with "
+        "the same seed, by `python -m bench curves`. Of the means over 20 steps each: the first, "
+        "the last, its difference from plain JAX's, and the largest difference.",
+        _curves,
+    ),
+    "Where we are slower": ("", _slower),
+    "Files and versions": ("", _files),
+}
+"""The sections of the report behind the families: what is told first, and the tables."""
 
 
 def text(results: Results) -> str:
     """The report."""
-    of_families = rows_of_families(results)
     parts = [
         "# Benchmarks",
         "Generated by `python -m bench report` from bench/results; do not edit.",
@@ -581,33 +558,28 @@ def text(results: Results) -> str:
         "semicolon is the fastest other's time over ours: ▼ marks where we are slower by 1% or "
         "more. *Both* is forward and backward in one program, where a compiler may merge them and "
         "read once what each of them reads: that can be more than 100%. *jaxkern* is what a call "
-        "runs by default where that was timed, else the kernels. Of several measurements a row is "
-        "the one beside the fastest competitor. [report.csv](report.csv) has all timings: of each "
-        "GPU, op, shape, dtype, pass and contender the newest. Errors are in "
+        "runs by default where that was timed, else the kernels. Of several measurements each "
+        "other's is the fastest; ours is that beside the fastest other library, or the newest. "
+        "[report.csv](report.csv) has all timings, and the temporary memory of each program: of "
+        "each GPU, op, shape, dtype, pass and contender the newest. Errors are in "
         "[accuracy.md](accuracy.md); layers, several GPUs and optimizers' states are in the "
         "guides to [layers](../.site/guide/layers.md), [many GPUs](../.site/guide/many_gpus.md) "
         "and [optimizers](../.site/guide/optimizers.md).",
         "![Speed of four ops and of a training step beside others'](pictures/overview.svg)",
-        *(part for name, rows in of_families.items() for part in _family(name, rows)),
-        *_training(results),
-        *_others(results),
-        "## Memory",
-        "Temporary memory of forward and backward in one program, as JAX's compiler tells it.",
-        "![memory beside arguments and results](pictures/memory.svg)",
-        *_slower(results),
-        *_files(results),
     ]
+    for name, rows in rows_of_families(results).items():
+        parts += _family(name, rows)
+    for name, (told, tables) in SECTIONS.items():
+        parts += [f"## {name}", *filter(None, [told]), *tables(results)]
     return "\n\n".join(parts) + "\n"
 
 
 def draw(results: Results) -> None:
     """Draws all pictures into :data:`bench.pictures.PICTURES`."""
-    folder = pictures.PICTURES
-    folder.mkdir(exist_ok=True)
+    pictures.PICTURES.mkdir(exist_ok=True)
     for name, rows in rows_of_families(results).items():
-        pictures.family(rows, folder / _picture(name).rpartition("/")[2])
-    pictures.memory(results, folder / "memory.svg")
-    pictures.overview(results, folder / "overview.svg")
+        pictures.family(rows, pictures.PICTURES / Path(_picture(name)).name)
+    pictures.overview(results, pictures.PICTURES / "overview.svg")
 
 
 def written(results: Results) -> dict[Path, str]:
