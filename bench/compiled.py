@@ -12,13 +12,13 @@ from typing import Any
 
 from bench import collectives as of_ops
 from bench.cases import optim
+from bench.compilers import COLLECTIVES
 from bench.figures import table
+from bench.measured import named
 from bench.program import RESULTS
 
 Held = dict[str, Any]
 """A file of :mod:`bench.aot`."""
-
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 COMPOSED = ("mlp", "layer_norm_linear", "rms_norm_linear")
 """Cases of several ops, each of which has rows of its own."""
@@ -33,10 +33,7 @@ def load(folder: Path = RESULTS) -> dict[str, Held]:
 
 def operations() -> list[str]:
     """The ops, in the order of the cases."""
-    from bench.aot import Training, tasks  # with JAX, which the rest has no need of
-
-    ops = [name.split()[0] for name, task in tasks().items() if not isinstance(task, Training)]
-    return [op for op in dict.fromkeys(ops) if op not in COMPOSED]
+    return [op for op in dict.fromkeys(case.op for case in named().values()) if op not in COMPOSED]
 
 
 def matrix(held_of: dict[str, Held]) -> str:

@@ -172,27 +172,24 @@ def _told(job: Job, row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("decode", "decode")
-    p.add_argument(
-        "--preset",
-        action="append",
-        help="repeat for more (130m, mamba2-130m, 370m; without a GPU micro)",
+    args = program.parsed(
+        "decode",
+        argv,
+        "decode",
+        preset=([str], "the model's shape (130m, mamba2-130m, 370m; without a GPU micro)"),
+        batch=([int], "prompts at once (1, 8, 64)"),
+        vs=(",".join(found_peers(OTHERS)), "who decodes beside, comma-separated"),
+        vocab=(50280, "tokens that there are"),
+        prompt=(int, "tokens of a prompt (128; without a GPU 16)"),
+        tokens=(int, "to time, a multiple of 16 (128; without a GPU 16)"),
+        repeats=(3, "times that are taken of each"),
+        limit=(400.0, "seconds for a preset by a contender"),
     )
-    p.add_argument("--batch", action="append", type=int, help="repeat for more (1, 8, 64)")
-    p.add_argument(
-        "--vs", default=",".join(found_peers(OTHERS)), help="who decodes beside, comma-separated"
-    )
-    p.add_argument("--vocab", type=int, default=50280, help="tokens that there are")
-    p.add_argument("--prompt", type=int, help="tokens of a prompt (128; without a GPU 16)")
-    p.add_argument("--tokens", type=int, help="to time, a multiple of 16 (128; without a GPU 16)")
-    p.add_argument("--repeats", type=int, default=3, help="times that are taken of each")
-    p.add_argument("--limit", type=float, default=400, help="seconds for a preset by a contender")
-    args = p.parse_args(argv)
     program.share_device(2)  # this process decodes nothing, and of the others one at a time
     gpu = timing.on_gpu()
     prompt, tokens = (given or (128 if gpu else 16) for given in (args.prompt, args.tokens))
     if tokens % 16:
-        p.error(f"--tokens must be a multiple of 16, got {tokens}")
+        args.error(f"--tokens must be a multiple of 16, got {tokens}")
     batches = tuple(args.batch or (1, 8, 64))
     jobs = [
         Job(name, preset, args.vocab, batches, prompt, tokens, args.repeats)
@@ -201,7 +198,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     about = program.clock(gpu, "wall-clock time of generating")
     about |= {"prompt": prompt, "tokens": tokens, "vocab": args.vocab}
-    report = program.measured(
-        args, "decode", measure, jobs, about, _told, apart=True, most=1, limit=args.limit
-    )
-    return 1 if report["failed"] else 0
+    how = {"apart": True, "most": 1, "limit": args.limit}
+    return program.measured(args, "decode", measure, jobs, about, _told, **how)

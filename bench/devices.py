@@ -236,32 +236,27 @@ def with_efficiency(rows: list[Row]) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("devices", "devices")
-    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU micro)")
-    p.add_argument(
-        "--op", action="append", choices=SEQUENCES, help="this one alone; repeat for more"
+    args = program.parsed(
+        "devices",
+        argv,
+        "devices",
+        preset=([str], "the model's shape (130m; without a GPU micro)"),
+        op=([str], "this one alone", *SEQUENCES),
+        mesh=([str], "how devices are split (each axis, of all devices)"),
+        size=([str], "SEQUENCESxTOKENS of a training step on one GPU, for these alone"),
+        remat=("none", "of training steps", *REMATS),
+        check=(False, "compare gradients of steps with those on one GPU"),
+        limit=(240.0, "seconds for each mesh"),
     )
-    p.add_argument("--mesh", action="append", help="repeat for more (each axis, of all devices)")
-    p.add_argument(
-        "--size",
-        action="append",
-        metavar="SEQUENCESxTOKENS",
-        help="of a training step on one GPU, for these alone; repeat for more",
-    )
-    p.add_argument("--remat", default="none", choices=REMATS, help="of training steps")
-    p.add_argument(
-        "--check", action="store_true", help="compare gradients of steps with those on one GPU"
-    )
-    p.add_argument("--limit", type=float, default=240, help="seconds for each mesh")
-    args = p.parse_args(argv)
-    program.share_device(2)  # this process measures nothing, and of the others one at a time
+    # This process measures nothing, and of the others one at a time.
+    program.share_device(2, one=False)
     if args.check:  # memory for the whole batch, beside what the split step has left in pieces
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     gpu, count = timing.on_gpu(), jax.device_count()
     meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
     presets = args.preset or (["130m"] if gpu else ["micro"])
-    report = program.measured(
+    return program.measured(
         args,
         "devices",
         measure,
@@ -273,4 +268,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         most=1,
         limit=args.limit,
     )
-    return 1 if report["failed"] else 0

@@ -64,9 +64,9 @@ COLUMNS = (
     *("gpu", "file", "date", "jax", "commit", "op", "shape", "dtype", "implementation"),
     *("direction", "us", "us_low", "us_high", "calls", "gb_s", "percent", "tflop_s"),
     *("percent_products", "compile_s", "first_call_s", "temp_bytes", "tokens_per_second"),
-    *("peak_gib", "kept_mib"),
+    *("peak_gib", "kept_mib", "kernels"),
 )
-"""Columns of the table of all timings."""
+"""Columns of timings as comma-separated values."""
 
 
 def _cost(row: Row) -> float:
@@ -226,9 +226,9 @@ def timings(one: Row) -> Iterator[Row]:
 
 def _as_ops(row: Row) -> Iterator[Row]:
     """A timing of an op, a training step, a decoded token or a layer, all as rows of ops."""
-    told: Row = {"dtype": "bfloat16"} | row
+    told: Row = {"dtype": "bfloat16"} | {k: v for k, v in row.items() if k != "kernels"}
     if "us" in row and "op" in row:
-        yield row
+        yield told
     elif "contender" in row:
         shape = f"{row['preset']}, {row['batch']}x{row['length']}"
         told |= {"op": "training", "shape": shape, "implementation": row["contender"]}
@@ -298,8 +298,11 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def write_csv(rows: Sequence[Row], out: Path) -> None:
-    """Timings as comma-separated values, of :data:`COLUMNS`; what a row lacks is left empty."""
+    """Timings as comma-separated values; what a column lacks is left empty, `kernels` is JSON."""
+    columns = [name for name in COLUMNS if any(name in row for row in rows)]
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, extrasaction="ignore", lineterminator="\n")
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            flat = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}
+            writer.writerow(flat)

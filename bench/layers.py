@@ -26,10 +26,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import program, timing
+from bench import processes, program, timing
 from bench.figures import CHOSEN
 from bench.measured import bytes_of
-from bench.processes import device
 from bench.program import Row
 from jaxkern.nn import mamba2, remat
 
@@ -151,14 +150,14 @@ def _measure_jax(job: Job) -> Row:
     key = jax.random.key(0)
     weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
     params = jax.eval_shape(take, weights)
-    with device().compiling():
+    with processes.compiling():
         make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
         arrange = jax.jit(take).lower(weights).compile()
         forward = jax.jit(call).lower(params, x).compile()
         both = jax.jit(_both(call)).lower(params, x, x).compile()
         kept = _kept(call, both, params, x)
         plain = _plain(job, weights, x)
-    with device():
+    with processes.alone():
         weights = make(key)
         params = arrange(weights)
         sets = [(params, draw(k), draw(d)) for k, d in _keys(x)]
@@ -229,7 +228,7 @@ def _measure_torch(job: Job) -> Row:
 
     key = jax.random.key(0)
     weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
-    with device().compiling():
+    with processes.compiling():
         make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
         plain = _plain(job, weights, x)
         weights = jax.block_until_ready(make(key))
@@ -248,7 +247,7 @@ def _measure_torch(job: Job) -> Row:
             return out, *torch.autograd.grad(out, [x, *params], dout)
 
         sets = [(tensor(k), tensor(d).detach()) for k, d in _keys(x)]
-    with device():  # alone, as Triton chooses tiles by their times
+    with processes.alone():  # alone, as Triton chooses tiles by their times
         got = [t.detach().contiguous() for t in both(*sets[0])[:2]]
         torch.cuda.synchronize()
         got = [jax.dlpack.from_dlpack(t) for t in got]
@@ -292,14 +291,15 @@ def _small(width: int) -> mamba2.Sizes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("layers", "layers")
-    p.add_argument("--d-model", action="append", type=int, help="repeat for more")
-    p.add_argument("--only", default=",".join(CONTENDERS), help="contenders, comma-separated")
-    p.add_argument("--calls", type=int, default=20, help="timed calls of each pass")
-    p.add_argument(
-        "--jobs", type=int, default=1, help="processes that compile; they measure in turn"
+    args = program.parsed(
+        "layers",
+        argv,
+        "layers",
+        d_model=([int], "the width"),
+        only=(",".join(CONTENDERS), "contenders, comma-separated"),
+        calls=(20, "timed calls of each pass"),
+        jobs=(1, "processes that compile; they measure in turn"),
     )
-    args = p.parse_args(argv)
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
     jobs = [
@@ -310,5 +310,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     clock = program.clock(gpu, "device time (CUPTI)")
     told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
-    report = program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)
-    return 1 if report["failed"] else 0
+    return program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)

@@ -1,12 +1,11 @@
 """Renews all that is made from bench/results: ``python -m bench report``.
 
-That is bench/report.md and its full table bench/report.csv, the pictures, the figures of README and
-of the guides, README's table of the ops, and the reference. A generated part of a document begins
-with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the function of that name, and ends with
-``<!-- end -->``. The ops are from ``jaxkern.__all__``, whose comments name their families.
+That is bench/report.md and its full table bench/report.csv, the pictures, and the figures of README
+and of the guides. A generated part of a document begins with ``<!-- figures: NAME -->``, where
+:data:`FIGURES` has the function of that name, and ends with ``<!-- end -->``. The families of ops
+are those of ``jaxkern.__all__``.
 """
 
-import inspect
 import itertools
 import re
 import textwrap
@@ -37,7 +36,6 @@ from bench.program import FOLDER
 
 ROOT = FOLDER.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
-REFERENCE = ROOT / ".site" / "reference"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
@@ -70,51 +68,6 @@ GUIDE = """
 """
 """Rows of the guide to speed, behind those of README."""
 
-FAMILIES = {
-    "Norms": (
-        "normalisation of the last axis, with bias, residual, activation and gate in the same pass",
-        "kernels",
-    ),
-    "Scans and convolutions": (
-        "Mamba's recurrence, Mamba-2's by products of chunks, the recurrence "
-        "h[t] = a[t] · h[t−1] + b[t] either way along the sequence, and a causal depthwise "
-        "convolution; `_step` is one token of them, for decoding",
-        "kernels; XLA for `causal_conv1d_step`",
-    ),
-    "Linear layers": (
-        "x · w + b and an activation; f(x · w_gate + b_gate) · (x · w_up + b_up), of two weights "
-        "or of one `[gate, up]`; a norm and the linear layer behind it; a micro-batch's weight "
-        "gradient, added in place",
-        "kernels where they measure faster than cuBLAS",
-    ),
-    "Losses": (
-        "the cross-entropy of logits, or of a linear layer whose logits need not stand in memory "
-        "whole, with smoothing, z-loss and a cap",
-        "kernels for the rows of logits; XLA for the products",
-    ),
-    "Activations and gates": (
-        "activations; an activation of `gate` times `up`, of two arrays or, in `_and_mul`, of one "
-        "`[gate, up]`; `swiglu` also clamped, as in gpt-oss",
-        "kernels for gated units and `gelu(approximate=False)`; XLA, which fuses them, for others",
-    ),
-    "Dropout": ("dropout, after an activation or before a residual; no mask is stored", "kernels"),
-    "Optimizers": (
-        "Optax transformations; `apply` does the step of one in place; unscaling and the check for "
-        "finite gradients; the gradient of a batch in parts",
-        "kernels; XLA for `accumulate_gradients`",
-    ),
-}
-"""Description of the ops of a family in README, and of what runs on a GPU."""
-
-CLASSES = {
-    "Optimizers": (
-        "jaxkern.optim.transforms.FusedAdamState",
-        "jaxkern.optim.transforms.FusedSgdState",
-        "jaxkern.optim.transforms.Quantised",
-    )
-}
-"""Classes that the reference describes behind a family, and are no public names."""
-
 CHECKPOINTS = """
 `1` | all states | 4·N | 64 | /1
 `8`, the default | every 8th | 4·N / 8 | 8 |
@@ -144,22 +97,6 @@ def families() -> dict[str, list[str]]:
         else:
             [*found.values()][-1].append(name)
     return found
-
-
-def reference() -> dict[Path, str]:
-    """The pages of all public names, one a family; ``precision`` has a page of its own."""
-    pages = {}
-    for family, names in families().items():
-        parts = [f"{family}\n{'=' * len(family)}", ".. currentmodule:: jaxkern"]
-        for name in names:
-            if inspect.isclass(getattr(jaxkern, name)):
-                parts.append(f".. autoclass:: {name}\n   :members:")
-            elif name != "precision":
-                parts.append(f".. autofunction:: {name}")
-        parts += [f".. autoclass:: {name}" for name in CLASSES.get(family, ())]
-        page = family.replace(",", "").split()[0].lower()
-        pages[REFERENCE / f"{page}.rst"] = "\n\n".join(parts) + "\n"
-    return pages
 
 
 SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
@@ -285,24 +222,8 @@ def _states(results: Results) -> str:
     return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
 
 
-def _precisions(results: Results) -> str:
-    (one,) = results.of("precision")
-    minus = lambda number: f"{number:+.3f}".replace("-", "−")
-    rows = [
-        [
-            row["precision"],
-            f"{row['mean']:.3f} ± {row['spread']:.3f}",
-            "" if row["precision"] == "fp32" else minus(row["to_fp32"]),
-        ]
-        for row in one["summary"]
-    ]
-    size = f"{one['steps']} steps of {one['batch_size']} × {one['seq_len']} bytes"
-    told = "validation loss, nats", "difference from fp32, same seed"
-    return table([f"`{one['preset']}`, {size}", *told], rows)
-
-
 def pivot(
-    rows: Iterable[Row],
+    files: Iterable[Row],
     index: Sequence[str],
     column: str,
     value: str | Callable[[Row], str],
@@ -311,14 +232,14 @@ def pivot(
     """A table of a value by some keys and a column; of several rows the last counts.
 
     Args:
-      rows: to show.
+      files: whose rows are shown.
       index: keys whose values are the first cells of a line.
       column: the key whose values are the other columns.
       value: its key, or what tells it.
       names: the columns and their headings; by default all.
     """
     found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in rows:
+    for row in (row for one in files for row in one["rows"]):
         told = value(row) if callable(value) else row[value]
         told = f"{told:,.4g}" if isinstance(told, float) else told
         of_line = found.setdefault(tuple(str(row[key]) for key in index), {})
@@ -337,7 +258,7 @@ def _layers(results: Results) -> str:
     by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
     by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
     told = lambda row: f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
-    return pivot(rows, [at], "implementation", told, by)
+    return pivot([{"rows": rows}], [at], "implementation", told, by)
 
 
 def _devices(results: Results, files: str = "devices") -> str:
@@ -352,13 +273,6 @@ def _devices(results: Results, files: str = "devices") -> str:
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
-    "ops": lambda _: table(
-        ["", "ops", "what they compute", "on a GPU"],
-        (
-            [f"**{family}**", ", ".join(f"`{name}`" for name in families()[family]), *told]
-            for family, told in FAMILIES.items()
-        ),
-    ),
     "readme": lambda r: table(HEAD, [*_op_rows(r, README), *training_rows(r, [MODEL], False)]),
     "slower": _slower_ops,
     "speed": lambda r: table(
@@ -366,7 +280,6 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     ),
     "checkpoints": _checkpoints,
     "states": _states,
-    "precisions": _precisions,
     "layers": _layers,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
@@ -476,25 +389,14 @@ def _training(results: Results) -> Iterator[str]:
         yield from (f"Not run, or left out: {line}." for line in left_out)
 
 
-def _checkpoints_cost(results: Results) -> Iterator[str]:
-    (one,) = results.of("checkpoints")
-    words = {True: f"every {one['every']} steps", False: "none"}
-    rows = [row | {"checkpoints": words[row["checkpoints"]]} for row in one["rows"]]
-    yield pivot(rows, ("preset",), "checkpoints", "ms")
-
-
-def _curves(results: Results) -> Iterator[str]:
-    keys = ("run", "first", "last", "difference", "largest")
-    (one,) = results.of("curves")
-    yield table(keys, [[row[key] for key in keys] for row in one["rows"]])
-
-
 def _files(results: Results) -> Iterator[str]:
     keys = ("device", "driver", "jax", "commit", "date")
     link = lambda name: f"[{name}](results/{name})"
     rows = ([link(name), *(one.get(key, "") for key in keys)] for name, one in results.files)
     yield table(["file", "GPU", "driver", "JAX", "commit", "date"], rows)
 
+
+SAVED = {"True": "every 100 steps", "False": "none"}
 
 SECTIONS: dict[str, tuple[str, Callable[[Results], Iterable[str]]]] = {
     "Training, end to end": (
@@ -508,38 +410,18 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], Iterable[str]]]] = {
         "Tokens a second of all sequences together, by `python -m bench decode`, after prompts of "
         "128 tokens. jaxkern is what `jaxkern sample` runs, in fp32, jaxkern-bf16 the same in "
         "bf16, as the others are; mamba_ssm decodes by CUDA graphs.",
-        lambda results: [
-            pivot(
-                (row for by in results.decodings for row in by.values()),
-                ("preset", "batch"),
-                "by",
-                "tokens_per_second",
-            )
-        ],
+        lambda r: [pivot(r.of("decode"), ("preset", "batch"), "by", "tokens_per_second")],
     ),
     "The first training step": (
         "Seconds from the start of `jaxkern train`'s process to the end of its first step, by "
         "`python -m bench first_step`, with jaxkern's and XLA's caches empty, and filled by an "
         "earlier process.",
-        lambda results: [
-            pivot(
-                (row for one in results.of("first-step") for row in one["rows"]),
-                ("preset", "devices"),
-                "cache",
-                "first_step_s",
-            )
-        ],
+        lambda r: [pivot(r.of("first-step"), ("preset", "devices"), "cache", "first_step_s")],
     ),
     "What checkpoints cost": (
-        "Milliseconds a step of `jaxkern train`, with checkpoints and with none, by `python -m "
-        "bench checkpoints`.",
-        _checkpoints_cost,
-    ),
-    "Loss curves": (
-        "The loss in nats of `jaxkern train` by the kernels in bf16 and by plain JAX in fp32 with "
-        "the same seed, by `python -m bench curves`. Of the means over 20 steps each: the first, "
-        "the last, its difference from plain JAX's, and the largest difference.",
-        _curves,
+        "Milliseconds a step of `jaxkern train`, with a checkpoint every 100 steps and with none, "
+        "by `python -m bench checkpoints`.",
+        lambda r: [pivot(r.of("checkpoints"), ("preset",), "checkpoints", "ms", SAVED)],
     ),
     "Where we are slower": ("", _slower),
     "Files and versions": ("", _files),
@@ -587,11 +469,11 @@ def written(results: Results) -> dict[Path, str]:
     fill = lambda m: m[1] + FIGURES[m[2]](results) + "\n" + m[4]
     texts = {path: path.read_text() for path in DOCUMENTS}
     having = {path: _MARKED.sub(fill, was) for path, was in texts.items() if _MARKED.search(was)}
-    return {REPORT: text(results), **reference(), **having}
+    return {REPORT: text(results), **having}
 
 
 def main(argv: list[str] | None = None) -> int:
-    program.parser("report").parse_args(argv)
+    program.parsed("report", argv)
     results = Results.load()
     for path, told in written(results).items():
         path.write_text(told)

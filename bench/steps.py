@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxkern
-from bench import timing
+from bench import processes, timing
 from bench.cases.optim import Step, normal_of_shape
-from bench.processes import device
 from jaxkern.precision import StaticLossScale
 
 _RATE, _DECAY = 1e-3, 0.1
@@ -88,7 +87,7 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
     key = jax.random.key(0)
-    with device().compiling():
+    with processes.compiling():
         draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
         begin = jax.jit(init).lower(shapes).compile()
         start = time.perf_counter()
@@ -96,7 +95,7 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
         seconds = time.perf_counter() - start
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
-    with device():
+    with processes.alone():
         check(step, *(f() for f in change))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]

@@ -399,25 +399,22 @@ def _told(job: Job, row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("train", "lm")
-    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU tiny)")
-    p.add_argument(
-        "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
+    args = program.parsed(
+        "train",
+        argv,
+        "lm",
+        preset=([str], "the model's shape (130m; without a GPU tiny)"),
+        length=([int], "tokens of a sequence (2048; without a GPU 64)"),
+        vs=(",".join(found_peers(OTHERS)), "whom to train beside, comma-separated"),
+        only=(str, "contenders, comma-separated, where not jaxkern and --vs"),
+        tokens=(int, "a step (16384; without a GPU 512)"),
+        vocab=(int, "tokens that there are, where not the preset's"),
+        documents=(int, "mean length of documents that are packed and kept apart"),
+        steps=(20, "to time"),
+        steps_xla=(10, "to time on plain JAX"),
+        warmup=(3, "steps before them, at least one"),
+        limit=(480.0, "seconds for a contender"),
     )
-    p.add_argument(
-        "--vs", default=",".join(found_peers(OTHERS)), help="whom to train beside, comma-separated"
-    )
-    p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
-    p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
-    p.add_argument("--vocab", type=int, help="tokens that there are, where not the preset's")
-    p.add_argument(
-        "--documents", type=int, help="mean length of documents that are packed and kept apart"
-    )
-    p.add_argument("--steps", type=int, default=20, help="to time")
-    p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
-    p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
-    p.add_argument("--limit", type=float, default=480, help="seconds for a contender")
-    args = p.parse_args(argv)
     program.share_device(2)  # this process trains nothing, and of the others one at a time
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
@@ -437,8 +434,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         for length in args.length or [2048 if gpu else 64]
         for name in names
     ]
-    clock = program.clock(gpu, "wall-clock time of steps")
-    report = program.measured(
-        args, "lm", measure, jobs, clock, _told, apart=True, most=1, limit=args.limit
-    )
-    return 1 if report["failed"] else 0
+    clock, how = program.clock(gpu, "wall-clock time of steps"), {"apart": True, "most": 1}
+    return program.measured(args, "lm", measure, jobs, clock, _told, limit=args.limit, **how)

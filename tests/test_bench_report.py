@@ -1,6 +1,7 @@
 """Documents and pictures of bench/results: that they are up to date, and what stands in a line."""
 
 import csv
+import json
 import re
 
 import matplotlib
@@ -125,6 +126,17 @@ def test_training_compares_by_tokens_and_leaves_out_what_is_not_steady():
     assert (line.rival, line.fastest, line.speedup) == ("jla", "xla-loop", 1.5)
     assert [*loaded.trainings()] == [("130m", 9)]
     assert len(loaded.newest()) == 4
+
+
+def test_csv_keeps_every_figure(tmp_path):
+    rows = [timing("mosaic", 1.5, kernels={"k": 2}), timing("xla", 2.5, tflop_s=3.0)]
+    figures.write_csv(rows, tmp_path / "a.csv")
+    with (tmp_path / "a.csv").open() as file:
+        first, second = csv.DictReader(file)
+    assert first.keys() == rows[0].keys() | rows[1].keys()
+    assert (first["us"], second["us"], second["tflop_s"]) == ("1.5", "2.5", "3.0")
+    assert json.loads(first["kernels"]) == {"k": 2}
+    assert first["tflop_s"] == second["kernels"] == ""
 
 
 def test_shapes_are_told_in_plain_words():
