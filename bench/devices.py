@@ -17,10 +17,13 @@ Each mesh is measured in a process of its own, one after the other.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,9 +34,10 @@ from bench import program, timing
 from bench.cases import TABLE, case
 from bench.program import Row
 from bench.train import peak_gib
+from jaxkern.core import kernel_call
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
 from jaxkern.lm.data.corpus import Packed
-from jaxkern.lm.program import Placement, compile_programs
+from jaxkern.lm.program import Placement, compile_programs, keep_programs
 from jaxkern.lm.step import schedule_of
 
 _RUNS, _CALLS = 3, 10
@@ -233,6 +237,56 @@ def with_efficiency(rows: list[Row]) -> list[Row]:
     found = lambda row: row["mesh"] != "none" and same(row) in alone
     told = lambda row: f"{of_one(row) / alone[same(row)]:.1%}"
     return [row | {"efficiency": told(row)} if found(row) else row for row in rows]
+
+
+def _age() -> float:
+    """Seconds since this process started, imports included."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
+    """A training run's first step in this process, which has just started."""
+    preset, count, cache = run
+    os.environ["JAXKERN_CACHE_DIR"] = f"{folder}/{preset}-{count}"
+    flags = {"preset": preset, "batch_size": batch_size * count, "mixed_precision": "bf16"}
+    config = TrainConfig.from_flags(flags)
+    keep_programs()
+    shape = 1, config.batch_size, config.seq_len + 1
+    windows = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+    _first_step(config, jax.devices()[:count], windows)
+    seconds = round(_age(), 1)
+    told = {"first_step_s": seconds, "kernels_lowered": sum(kernel_call.lowerings.values())}
+    return {"preset": preset, "devices": count, **told, "cache": cache}
+
+
+def first_step(argv: Sequence[str] | None = None) -> int:
+    """Runs ``python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4``.
+
+    A figure counts from the start of its process: imports, lowering, compiling, the state's initial
+    values, one step; with empty caches, and with those of an earlier process.
+    """
+    args = program.parsed(
+        "first_step",
+        argv,
+        "first-step",
+        preset=([str], "of jaxkern train"),
+        devices=([int], "GPUs"),
+        batch_size=(8, "sequences of a GPU"),
+    )
+    program.share_device(2, one=False)  # this process holds a device as well
+    told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format_map
+    with tempfile.TemporaryDirectory() as folder:
+        return program.measured(
+            args,
+            "first-step",
+            functools.partial(_first, args.batch_size, folder),
+            [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
+            {"clock": "wall-clock time of processes"},
+            lambda run, row: f"{run[0]:6} {run[1]} GPUs, cache {run[2]:6}: {told(row)}",
+            apart=True,
+            most=1,
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

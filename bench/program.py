@@ -31,10 +31,10 @@ COMMANDS = {
     "modules": "compare the kernels before and after a change of the source",
     "report": "renew bench/report.md, pictures, and the figures of README and of the guides",
 }
-"""The commands, each a module of this package with a ``main(argv)``, and what they do."""
+"""The commands and what they do."""
 
-RUNS = ("first_step", "checkpoints")
-"""The commands that are functions of :mod:`bench.runs`."""
+ELSEWHERE = {"decode": "train", "checkpoints": "train", "first_step": "devices"}
+"""The modules of commands that are functions of their names; others are a module's ``main``."""
 
 Row = dict[str, Any]
 

@@ -52,7 +52,7 @@ class _Program:
 
     def __init__(self, f: Callable[..., Any], *shapes: Any):
         start = time.perf_counter()
-        self.run = jax.jit(f).lower(*shapes).compile()
+        self.run = timing.compiled(f, *shapes)
         self.compile_s = time.perf_counter() - start
 
     def row(self, told: Callable[..., Row], direction: str, sets: Any, calls: int) -> Row:
@@ -111,7 +111,7 @@ def measure_case(
         sets = [tuple(of.take(*make(k))) for k in keys]
         with_dout = [(arrays, cotangent(k)) for arrays, k in zip(sets, keys, strict=True)]
         got = of_both.run(*with_dout[0]) if case.scalar and of_both else of_call.run(*sets[0])
-        _check(case, compare(got, of_plain(*make(keys[0]))))
+        timing.agrees(f"{case.op} {case.shape}", compare(got, of_plain(*make(keys[0]))))
         del got
         rows = [of_call.row(row, "forward", sets, calls)]
         if of_both:
@@ -136,7 +136,8 @@ def measure(job: Job) -> list[Row]:
             return [row("step", timed) | told]
         if peers.is_torch(name):
             compare = jax.jit(functools.partial(_error, drawn=case.of.drawn))
-            check = lambda got, want: _check(case, compare(got, want))
+            what = f"{case.op} {case.shape}"
+            check = lambda got, want: timing.agrees(what, compare(got, want))
             times = peers.measure_torch(case, name, job.calls, check)
             return [row(d, timed) | {"temp_bytes": b} for d, (timed, b) in times.items()]
         return measure_case(case, name, job.ceilings, job.calls)
@@ -189,18 +190,10 @@ def _error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
     """
     errors = []
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
         weight = 100 if w.ndim == 0 else 1
-        g, w = (jnp.linalg.norm(g), jnp.linalg.norm(w)) if drawn else (g, w)
-        errors.append(weight * jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        norms = (jnp.linalg.norm(v.astype(jnp.float32)) for v in (g, w))
+        errors.append(weight * (timing.error(*norms) if drawn else timing.error(g, w)))
     return jnp.max(jnp.stack(errors))
-
-
-def _check(case: Case, error: Any) -> None:
-    """No speed from a wrong result: the first call must agree with plain JAX."""
-    if not float(error) < 1e-2:
-        what = f"{case.op} {case.shape}"
-        raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
 
 
 _MOST = 4

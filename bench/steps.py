@@ -89,14 +89,15 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
     key = jax.random.key(0)
     with processes.compiling():
         draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
-        begin = jax.jit(init).lower(shapes).compile()
+        begin = timing.compiled(init, shapes)
         start = time.perf_counter()
         compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
         seconds = time.perf_counter() - start
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
     with processes.alone():
-        check(step, *(f() for f in change))
+        got, want = (f() for f in change)
+        timing.agrees(f"{step.op} {step.shape}", timing.error(got, want))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]
         del params
@@ -124,12 +125,4 @@ def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:
         weights = state[0] if name == "optax" and state[0] is not None else weights
         return flat(weights)[: flat(params).size] - flat(params)
 
-    return jax.jit(changes).lower().compile()
-
-
-def check(step: Step, got: jax.Array, want: jax.Array) -> None:
-    """That changes are those of plain JAX."""
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    if not error < 1e-2:
-        what = f"{step.op} {step.shape}"
-        raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
+    return timing.compiled(changes)
