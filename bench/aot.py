@@ -303,7 +303,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"for {GPUS[gpu]}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
         faults += [f"{gpu}: {fault}" for fault in _on_generation(gpu, names, versions, args)]
     print(f"{time.perf_counter() - start:.0f} s")
-    print(*(f"bench.aot: {fault}" for fault in faults), sep="\n", file=sys.stderr)
+    for fault in faults:
+        print(f"bench.aot: {fault}", file=sys.stderr)
     if faults and not args.write:
         print("bench.aot: if this is meant, run make matrix ARGS=--write", file=sys.stderr)
     return 1 if faults else 0

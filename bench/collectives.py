@@ -166,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
         faults += differences(was, now)
         if not args.only:
             faults += [f"{name}: is missing" for name in was if name not in names()]
-    print(*(f"bench.collectives: {fault}" for fault in faults), sep="\n", file=sys.stderr)
+    for fault in faults:
+        print(f"bench.collectives: {fault}", file=sys.stderr)
     print(f"{len(now)} programs")
     return 1 if faults else 0
 
