@@ -1,11 +1,11 @@
 """Renews all that is made from bench/results: ``python -m bench report``.
 
-That is bench/report.md and its full table bench/report.csv, the pictures, and the figures of README
-and of the guides. A generated part of a document begins with ``<!-- figures: NAME -->``, where
-:data:`FIGURES` has the function of that name, and ends with ``<!-- end -->``. The families of ops
-are those of ``jaxkern.__all__``.
+That is bench/report.csv, the pictures, and the figures of bench/report.md, README and the guides. A
+generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
+function of that name, and ends with ``<!-- end -->``; all else is written by hand.
 """
 
+import functools
 import itertools
 import re
 import textwrap
@@ -35,7 +35,8 @@ from bench.measured import Case, cases
 from bench.program import FOLDER
 
 ROOT = FOLDER.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / ".site" / "guide").glob("*.md"))]
+REPORT, CSV = FOLDER / "report.md", FOLDER / "report.csv"
+DOCUMENTS = [ROOT / "README.md", REPORT, *sorted((ROOT / ".site" / "guide").glob("*.md"))]
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
@@ -85,18 +86,6 @@ all in bf16 | 14 | 100M-bf16-all
 bf16 parameters and gradients, 8-bit `mu` and `nu` | 10 | 100M-bf16-8-bit-state
 """
 """Precisions of an optimizer, bytes per parameter, and the shape that was timed."""
-
-
-def families() -> dict[str, list[str]]:
-    """The public names by family."""
-    listed = Path(jaxkern.__file__).read_text().partition("__all__ = [")[2].partition("\n]")[0]
-    found: dict[str, list[str]] = {}
-    for family, name in re.findall(r"^    (?:# (.*)|\"(\w+)\",)$", listed, re.MULTILINE):
-        if family:
-            found[family] = []
-        else:
-            [*found.values()][-1].append(name)
-    return found
 
 
 SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
@@ -271,28 +260,7 @@ def _devices(results: Results, files: str = "devices") -> str:
     return table([heads.get(key, key) for key in keys], cells)
 
 
-FIGURES: dict[str, Callable[[Results], str]] = {
-    "headline": _headline,
-    "readme": lambda r: table(HEAD, [*_op_rows(r, README), *training_rows(r, [MODEL], False)]),
-    "slower": _slower_ops,
-    "speed": lambda r: table(
-        HEAD, [*_op_rows(r, README + GUIDE), *training_rows(r, r.trainings())]
-    ),
-    "checkpoints": _checkpoints,
-    "states": _states,
-    "layers": _layers,
-    "devices": _devices,
-    "four": lambda results: _devices(results, "devices-4"),
-    "generations": lambda _: compiled.generations(),
-    "meshes": lambda _: compiled.meshes(),
-    "collectives": lambda _: compiled.collectives(),
-}
-"""The tables and sentences that can stand between markers."""
-
-
 # The report
-
-REPORT, CSV = FOLDER / "report.md", FOLDER / "report.csv"
 
 MOST = 12
 """Rows of a family's table."""
@@ -326,13 +294,6 @@ def family_rows(results: Results, ops: Sequence[str]) -> dict[str, dict[str, Lin
     return rows
 
 
-def rows_of_families(results: Results) -> dict[str, dict[str, dict[str, Line]]]:
-    """The rows of each family's table and picture."""
-    more = {"Linear layers": ["mlp"]}  # a block of several ops
-    found = {n: family_rows(results, ops + more.get(n, [])) for n, ops in families().items()}
-    return {name: rows for name, rows in found.items() if rows}
-
-
 def is_slower(line: Line) -> bool:
     return line.speedup is not None and line.speedup <= 1 - EVEN
 
@@ -345,131 +306,111 @@ def _told(line: Line | None) -> str:
     return cell(line.op, line.own) + beside + (" ▼" if is_slower(line) else "")
 
 
-def _picture(name: str) -> str:
-    return f"pictures/{name.lower().replace(' ', '_')}.svg"
-
-
-def _family(name: str, rows: dict[str, dict[str, Line]]) -> Iterator[str]:
-    yield f"## {name}"
-    yield f"![{name}: times of others over jaxkern's]({_picture(name)})"
+def _family(results: Results, ops: Sequence[str]) -> str:
+    """The meaning of the shapes of a family, and its table."""
+    rows = family_rows(results, ops)
     axes: dict[str, list[str]] = defaultdict(list)
     for op in dict.fromkeys(line.op for of in rows.values() for line in of.values()):
         timed = next(of for of in TABLE if of.op == op)
         words = " × ".join(case.AXES[axis] for axis in timed.axes.split())
         axes["parameters" if timed in optim.CASES else words].append(f"`{op}`")
-    if told := "; ".join(f"{', '.join(of)}: {sizes}" for sizes, of in axes.items() if sizes):
-        yield f"Shapes of {told}."
+    told = "; ".join(f"{', '.join(of)}: {sizes}" for sizes, of in axes.items())
     passes = [d for d in PASSES if any(d in of for of in rows.values())]
-    yield table(
-        ["", *passes], ([label, *(_told(of.get(d)) for d in passes)] for label, of in rows.items())
-    )
+    cells = ([label, *(_told(of.get(d)) for d in passes)] for label, of in rows.items())
+    return f"Shapes of {told}.\n\n" + table(["", *passes], cells)
 
 
-def _slower(results: Results) -> Iterator[str]:
+def _slower(results: Results) -> str:
     lost = sorted(filter(is_slower, results.best.values()), key=lambda line: line.speedup or 0)
-    yield f"{len(lost)} of {len(results.best)} measurements, by 1% or more, the worst first:"
+    told = f"{len(lost)} of {len(results.best)} measurements, by 1% or more, the worst first:"
     rows = []
     for line in lost:
         by = line.fastest or ""
         where = [f"`{line.op}`, {plain_shape(line.shape)}", line.dtype, line.direction]
         other = f"{name_of(by)} {cell(line.op, line.figures[by])}"
         rows.append([*where, cell(line.op, line.own), other, f"{line.speedup:.2f}×"])
-    yield table(["", "dtype", "pass", "jaxkern", "fastest other", "speed-up"], rows)
+    head = ["", "dtype", "pass", "jaxkern", "fastest other", "speed-up"]
+    return f"{told}\n\n{table(head, rows)}"
 
 
-def _training(results: Results) -> Iterator[str]:
+def _training(results: Results) -> str:
     presets = [at for at in results.trainings() if at[1] == 2048]
-    yield table(HEAD, training_rows(results, presets, remat=False))
+    parts = [table(HEAD, training_rows(results, presets, remat=False))]
     for _, one in results.files:
         trained = [row for row in one["rows"] if "contender" in row]
         for row in itertools.filterfalse(steady, trained):
             what = f"{row['preset']}, {name_of(row['contender'])}, length {row['length']}"
-            yield f"Left out: {what}: its times differ by more than {STEADY:.0%}."
+            parts.append(f"Left out: {what}: its times differ by more than {STEADY:.0%}.")
         left_out = one["failed"] if trained else ()
-        yield from (f"Not run, or left out: {line}." for line in left_out)
+        parts += (f"Not run, or left out: {line}." for line in left_out)
+    return "\n\n".join(parts)
 
 
-def _files(results: Results) -> Iterator[str]:
+def _files(results: Results) -> str:
     keys = ("device", "driver", "jax", "commit", "date")
     link = lambda name: f"[{name}](results/{name})"
     rows = ([link(name), *(one.get(key, "") for key in keys)] for name, one in results.files)
-    yield table(["file", "GPU", "driver", "JAX", "commit", "date"], rows)
+    return table(["file", "GPU", "driver", "JAX", "commit", "date"], rows)
+
+
+def families() -> dict[str, list[str]]:
+    """The ops of each family by what its section and its picture are called, ``"linear_layers"``.
+
+    They are the public names, and a block of several ops among the linear layers.
+    """
+    listed = Path(jaxkern.__file__).read_text().partition("__all__ = [")[2].partition("\n]")[0]
+    found: dict[str, list[str]] = {}
+    for family, name in re.findall(r"^    (?:# (.*)|\"(\w+)\",)$", listed, re.MULTILINE):
+        if family:
+            ops = found.setdefault(family.lower().replace(" ", "_"), [])
+        else:
+            ops.append(name)
+    found["linear_layers"].append("mlp")
+    timed = {case.op for case in TABLE}
+    return {name: ops for name, ops in found.items() if timed & {*ops}}
 
 
 SAVED = {"True": "every 100 steps", "False": "none"}
 
-SECTIONS: dict[str, tuple[str, Callable[[Results], Iterable[str]]]] = {
-    "Training, end to end": (
-        "Steps of the language model on random tokens, by `python -m bench train`: forward, "
-        "backward and AdamW, products in bf16, parameters and state in fp32, every contender in a "
-        "process of its own. The [guide to speed](../.site/guide/speed.md) has also longer "
-        "sequences and `--remat`.",
-        _training,
+FIGURES: dict[str, Callable[[Results], str]] = {
+    "headline": _headline,
+    "readme": lambda r: table(HEAD, [*_op_rows(r, README), *training_rows(r, [MODEL], False)]),
+    "slower": _slower_ops,
+    "speed": lambda r: table(
+        HEAD, [*_op_rows(r, README + GUIDE), *training_rows(r, r.trainings())]
     ),
-    "Decoding": (
-        "Tokens a second of all sequences together, by `python -m bench decode`, after prompts of "
-        "128 tokens. jaxkern is what `jaxkern sample` runs, in fp32, jaxkern-bf16 the same in "
-        "bf16, as the others are; mamba_ssm decodes by CUDA graphs.",
-        lambda r: [pivot(r.of("decode"), ("preset", "batch"), "by", "tokens_per_second")],
-    ),
-    "The first training step": (
-        "Seconds from the start of `jaxkern train`'s process to the end of its first step, by "
-        "`python -m bench first_step`, with jaxkern's and XLA's caches empty, and filled by an "
-        "earlier process.",
-        lambda r: [pivot(r.of("first-step"), ("preset", "devices"), "cache", "first_step_s")],
-    ),
-    "What checkpoints cost": (
-        "Milliseconds a step of `jaxkern train`, with a checkpoint every 100 steps and with none, "
-        "by `python -m bench checkpoints`.",
-        lambda r: [pivot(r.of("checkpoints"), ("preset",), "checkpoints", "ms", SAVED)],
-    ),
-    "Where we are slower": ("", _slower),
-    "Files and versions": ("", _files),
+    "checkpoints": _checkpoints,
+    "states": _states,
+    "layers": _layers,
+    "devices": _devices,
+    "four": lambda results: _devices(results, "devices-4"),
+    "generations": lambda _: compiled.generations(),
+    "meshes": lambda _: compiled.meshes(),
+    "collectives": lambda _: compiled.collectives(),
+    "training": _training,
+    "decoding": lambda r: pivot(r.of("decode"), ("preset", "batch"), "by", "tokens_per_second"),
+    "first": lambda r: pivot(r.of("first-step"), ("preset", "devices"), "cache", "first_step_s"),
+    "saved": lambda r: pivot(r.of("checkpoints"), ("preset",), "checkpoints", "ms", SAVED),
+    "lost": _slower,
+    "files": _files,
+    **{name: functools.partial(_family, ops=ops) for name, ops in families().items()},
 }
-"""The sections of the report behind the families: what is told first, and the tables."""
-
-
-def text(results: Results) -> str:
-    """The report."""
-    parts = [
-        "# Benchmarks",
-        "Generated by `python -m bench report` from bench/results; do not edit.",
-        "Device time of one call on one H200 with a cold L2 cache, in bf16, optimizers in fp32 "
-        "where nothing else is said. Behind it is the percentage of the bandwidth of a copy in the "
-        "same run, each array of the pass counted once, or for matrix products TFLOP/s. Behind the "
-        "semicolon is the fastest other's time over ours: ▼ marks where we are slower by 1% or "
-        "more. *Both* is forward and backward in one program, where a compiler may merge them and "
-        "read once what each of them reads: that can be more than 100%. *jaxkern* is what a call "
-        "runs by default where that was timed, else the kernels. Of several measurements each "
-        "other's is the fastest; ours is that beside the fastest other library, or the newest. "
-        "[report.csv](report.csv) has all timings, and the temporary memory of each program: of "
-        "each GPU, op, shape, dtype, pass and contender the newest. Errors are in "
-        "[accuracy.md](accuracy.md); layers, several GPUs and optimizers' states are in the "
-        "guides to [layers](../.site/guide/layers.md), [many GPUs](../.site/guide/many_gpus.md) "
-        "and [optimizers](../.site/guide/optimizers.md).",
-        "![Speed of four ops and of a training step beside others'](pictures/overview.svg)",
-    ]
-    for name, rows in rows_of_families(results).items():
-        parts += _family(name, rows)
-    for name, (told, tables) in SECTIONS.items():
-        parts += [f"## {name}", *filter(None, [told]), *tables(results)]
-    return "\n\n".join(parts) + "\n"
+"""The tables and sentences that can stand between markers."""
 
 
 def draw(results: Results) -> None:
     """Draws all pictures into :data:`bench.pictures.PICTURES`."""
     pictures.PICTURES.mkdir(exist_ok=True)
-    for name, rows in rows_of_families(results).items():
-        pictures.family(rows, pictures.PICTURES / Path(_picture(name)).name)
+    for name, ops in families().items():
+        pictures.family(family_rows(results, ops), pictures.PICTURES / f"{name}.svg")
     pictures.overview(results, pictures.PICTURES / "overview.svg")
 
 
 def written(results: Results) -> dict[Path, str]:
-    """The text of every generated document."""
+    """The text of every document with generated parts."""
     fill = lambda m: m[1] + FIGURES[m[2]](results) + "\n" + m[4]
     texts = {path: path.read_text() for path in DOCUMENTS}
-    having = {path: _MARKED.sub(fill, was) for path, was in texts.items() if _MARKED.search(was)}
-    return {REPORT: text(results), **having}
+    return {path: _MARKED.sub(fill, was) for path, was in texts.items() if _MARKED.search(was)}
 
 
 def main(argv: list[str] | None = None) -> int:
