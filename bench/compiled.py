@@ -6,7 +6,6 @@ The figures are those of ``python -m bench aot`` and ``collectives``.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,14 @@ def operations() -> list[str]:
     return [op for op in dict.fromkeys(case.op for case in named().values()) if op not in COMPOSED]
 
 
-def matrix(held_of: dict[str, Held]) -> str:
-    """The table of how many cases of each op are kernels alone, on each generation."""
+def matrix() -> str:
+    """How many cases of each op are kernels alone, on each generation; the compilers."""
+    held_of = load()
     name_of = lambda held: re.sub("NVIDIA |-SXM.*| SXM.*| Blackwell", "", held["gpu"])
     rows = [[f"`{op}`", *(_cell(op, held) for held in held_of.values())] for op in operations()]
-    return table(["", *(f"{name}, {name_of(held)}" for name, held in held_of.items())], rows)
+    cells = table(["", *(f"{name}, {name_of(held)}" for name, held in held_of.items())], rows)
+    newest = next(iter(held_of.values()))
+    return f"{cells}\n\nCompiled by JAX {newest['jax']} and ptxas {newest['ptxas']}."
 
 
 def _cell(op: str, held: Held) -> str:
@@ -55,10 +57,10 @@ def _cell(op: str, held: Held) -> str:
     return told + (f", spills at {spilling}" if spilling else "")
 
 
-def plain(held_of: dict[str, Held]) -> Iterator[list[str]]:
-    """Rows of passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
+def plain() -> str:
+    """Passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
     shapes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for generation, held in held_of.items():
+    for generation, held in load().items():
         for name, passes in held["plain"].items():
             op, _, shape = name.removesuffix(" bfloat16").partition(" ")
             for kernel, reason in passes.items() if op not in COMPOSED else ():
@@ -72,36 +74,20 @@ def plain(held_of: dict[str, Held]) -> Iterator[list[str]]:
     generations: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (told, why, generation), of_shapes in kernels.items():
         generations[", ".join(of_shapes), told, why].append(generation)
-    for (names, told, why), of_rows in generations.items():
-        yield [names, told, ", ".join(of_rows), why]
+    rows = ([names, told, ", ".join(of), why] for (names, told, why), of in generations.items())
+    return table(["kernels", "shapes", "generations", "why"], rows)
 
 
-def versions(held_of: dict[str, Held]) -> str:
-    """Lists the programs that compiled, and the differences of other versions of JAX."""
-    newest = next(iter(held_of.values()))
-    sentences = [f"JAX {newest['jax']} and ptxas {newest['ptxas']} compiled them."]
-    for key in sorted({key for held in held_of.values() for key in held if key[:4] == "jax "}):
-        of_key = {name: held[key] for name, held in held_of.items() if key in held}
-        count = sum(map(len, of_key.values()))
-        told = [f"{n}: {d}" for n, of in of_key.items() for each in of.values() for d in each]
-        sentences.append(
-            f"{key.replace('jax', 'JAX')} compiled {count} programs for {', '.join(of_key)}: the "
-            "same passes in plain JAX, and no spill where that has none"
-            + (f", but for {'; '.join(told)}." if told else ".")
-        )
-    return " ".join(sentences)
-
-
-def generations() -> str:
-    """The tables of the guide to GPUs."""
-    held = load()
-    parts = [
-        matrix(held),
-        versions(held),
-        'What is plain JAX under `None`, and why; under `"mosaic"` these words are the error:',
-        table(["kernels", "shapes", "generations", "why"], plain(held)),
-    ]
-    return "\n\n".join(parts)
+def versions() -> str:
+    """Other versions of JAX: the programs that one compiled, and where they differ."""
+    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for generation, held in load().items():
+        for key in (key for key in held if key.startswith("jax ")):
+            told = (f"{generation}: {each}" for of in held[key].values() for each in of)
+            found[key][0].append(f"{len(held[key])} for {generation}")
+            found[key][1].extend(told)
+    rows = ([key[4:], ", ".join(of), "; ".join(told)] for key, (of, told) in found.items())
+    return table(["JAX", "programs", "more passes in plain JAX, and more kernels that spill"], rows)
 
 
 def meshes() -> str:

@@ -1,6 +1,6 @@
 """Renews all that is made from bench/results: ``python -m bench report``.
 
-That is bench/report.csv, the pictures, and the figures of bench/report.md, README and the guides. A
+That is bench/report.csv, the pictures, and the figures of README, the guides and bench/*.md. A
 generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
 function of that name, and ends with ``<!-- end -->``; all else is written by hand.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import jaxkern
-from bench import compiled, pictures, program
+from bench import accuracy, compiled, pictures, program
 from bench.cases import TABLE, case, optim
 from bench.figures import (
     EVEN,
@@ -36,7 +36,8 @@ from bench.program import FOLDER
 
 ROOT = FOLDER.parent
 REPORT, CSV = FOLDER / "report.md", FOLDER / "report.csv"
-DOCUMENTS = [ROOT / "README.md", REPORT, *sorted((ROOT / ".site" / "guide").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", REPORT, FOLDER / "accuracy.md"]
+DOCUMENTS += sorted((ROOT / ".site" / "guide").glob("*.md"))
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
@@ -384,7 +385,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "layers": _layers,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
-    "generations": lambda _: compiled.generations(),
+    "generations": lambda _: compiled.matrix(),
+    "versions": lambda _: compiled.versions(),
+    "plain": lambda _: compiled.plain(),
     "meshes": lambda _: compiled.meshes(),
     "collectives": lambda _: compiled.collectives(),
     "training": _training,
@@ -393,6 +396,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "saved": lambda r: pivot(r.of("checkpoints"), ("preset",), "checkpoints", "ms", SAVED),
     "lost": _slower,
     "files": _files,
+    "errors": lambda results: accuracy.text(results.of("accuracy")[-1]),
     **{name: functools.partial(_family, ops=ops) for name, ops in families().items()},
 }
 """The tables and sentences that can stand between markers."""

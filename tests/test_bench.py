@@ -255,8 +255,7 @@ def test_small_values_count_in_ulps_of_the_root_mean_square():
 def errors(op, folder, *args):
     """The errors of the ledger of an op in bf16."""
     out = folder / "a.json"
-    args = ["--op", op, "--dtype", "bfloat16", "--out", str(out), *args]
-    assert accuracy.main([*args, "--table", str(folder / "a.md")]) == 0
+    assert accuracy.main(["--op", op, "--dtype", "bfloat16", "--out", str(out), *args]) == 0
     rows = json.loads(out.read_text())["rows"]
     return {(row["implementation"], row["array"]): row["max_ulp"] for row in rows}
 
@@ -292,8 +291,6 @@ def test_who_refused_is_named():
     assert {row["implementation"] for row in accuracy.measure("linear, float32, xla")} == {"xla"}
 
 
-def test_ledger_has_every_op_and_is_up_to_date():
+def test_ledger_has_every_op():
     measured = {case.op for case, _ in accuracy.subjects(small=True).values()}
     assert measured == {c.op for c in TABLE if c.errors}
-    reports = [json.loads(p.read_text()) for p in accuracy.RESULTS.glob("*-accuracy.json")]
-    assert accuracy.ACCURACY.read_text() in [accuracy.text(r) for r in reports]
