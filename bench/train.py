@@ -496,7 +496,7 @@ def checkpoints(argv: list[str] | None = None) -> int:
     )
     if args.every % args.log_every or args.every < 2 * args.log_every:
         args.error(f"--every must be twice --log-every or another multiple; got {args.every}")
-    program.share_device(2)  # this process trains nothing
+    program.share_device(2, one=False)  # this process trains nothing
     steps = args.count * args.every + 2 * args.log_every
     gpu = timing.on_gpu()
     flags: Row = {"--preset": args.preset, "--mixed-precision": "bf16" if gpu else "fp32"}
