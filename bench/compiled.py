@@ -36,7 +36,7 @@ def operations() -> list[str]:
 
 
 def matrix() -> str:
-    """How many cases of each op are kernels alone, on each generation; the compilers."""
+    """Counts the cases of each op that are kernels alone, on each generation; the compilers."""
     held_of = load()
     name_of = lambda held: re.sub("NVIDIA |-SXM.*| SXM.*| Blackwell", "", held["gpu"])
     rows = [[f"`{op}`", *(_cell(op, held) for held in held_of.values())] for op in operations()]

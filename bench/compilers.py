@@ -320,24 +320,17 @@ def _sizes(types: str) -> list[int]:
     ]
 
 
-def exchanges(text: str) -> Iterator[tuple[str, int]]:
-    """Gives kind and bytes of a program's collectives, after a gather or before a scatter."""
+def exchanged_in(text: str) -> dict[str, list[int]]:
+    """Number and bytes of each kind of collective, after a gather or before a scatter."""
+    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for match in _COLLECTIVE.finditer(text):
-        kind, rest = match["kind"], match["rest"]
         sizes = _sizes(match["types"])
+        size = sum(sizes) * (_group_size(match["rest"]) if match["kind"] == "reduce-scatter" else 1)
         if match["start"]:  # arguments and results
             half = len(sizes) // 2
-            yield kind, max(sum(sizes[:half]), sum(sizes[half:]))
-        else:
-            yield kind, sum(sizes) * (_group_size(rest) if kind == "reduce-scatter" else 1)
-
-
-def exchanged_in(text: str) -> dict[str, list[int]]:
-    """Number and bytes of each kind of collective in a program's text."""
-    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for kind, size in exchanges(text):
-        found[kind][0] += 1
-        found[kind][1] += size
+            size = max(sum(sizes[:half]), sum(sizes[half:]))
+        found[match["kind"]][0] += 1
+        found[match["kind"]][1] += size
     return dict(found)
 
 

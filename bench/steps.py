@@ -31,25 +31,21 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     loss_scale = StaticLossScale(1024.0)
     if step.op == "scale_gradients":
         scale = functools.partial(jaxkern.scale_gradients, implementation=implementation)
-        return lambda params: jnp.array(True), lambda grads, state, params: scale(
-            params, loss_scale
-        )
+        finite = lambda params: jnp.array(True)
+        return finite, lambda grads, state, params: scale(params, loss_scale)
     decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     if name != "optax":
-        tx = jaxkern.fused_adamw(
-            _RATE, weight_decay=_DECAY, mask=decays, implementation=implementation, **step.options
-        )
+        how = {"mask": decays, "implementation": implementation, **step.options}
+        tx = jaxkern.fused_adamw(_RATE, weight_decay=_DECAY, **how)
         given = loss_scale if step.scaled else None
-        if name == "update":
 
-            def two_passes(grads: Any, state: Any, params: Any) -> Any:
+        def apply(grads: Any, state: Any, params: Any) -> Any:
+            if name == "update":
                 updates, state = tx.update(grads, state, params, loss_scale=given)
                 return optax.apply_updates(params, updates), state
+            return jaxkern.apply(tx, grads, state, params, loss_scale=given)
 
-            return tx.init, two_passes
-        return tx.init, lambda grads, state, params: jaxkern.apply(
-            tx, grads, state, params, loss_scale=given
-        )
+        return tx.init, apply
     tx: Any = optax.adamw(_RATE, weight_decay=_DECAY, mask=decays)
     if "clip_norm" in step.options:
         tx = optax.chain(optax.clip_by_global_norm(step.options["clip_norm"]), tx)
