@@ -2,7 +2,8 @@
 
 That is bench/report.csv, the pictures, and the figures of README, the guides and bench/*.md. A
 generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
-function of that name, and ends with ``<!-- end -->``; all else is written by hand.
+function of that name, or in a line with ``<!-- ours: OP SHAPE PASS -->``, the time of our kernels,
+and ends with ``<!-- end -->``; all else is written by hand.
 """
 
 import functools
@@ -38,6 +39,7 @@ ROOT = FOLDER.parent
 REPORT, CSV = FOLDER / "report.md", FOLDER / "report.csv"
 DOCUMENTS = [ROOT / "README.md", REPORT, FOLDER / "accuracy.md"]
 DOCUMENTS += sorted((ROOT / ".site" / "guide").glob("*.md"))
+_IN_LINE = re.compile(r"(<!-- ours: (.*?) -->)(.*?)(<!-- end -->)")
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 SCAN = "8x2048x2048x16"
@@ -69,25 +71,6 @@ GUIDE = """
 `fused_adamw`, 20 million parameters in 300 arrays | fused_adamw 20M-300-leaves | step
 """
 """Rows of the guide to speed, behind those of README."""
-
-CHECKPOINTS = """
-`1` | all states | 4·N | 64 | /1
-`8`, the default | every 8th | 4·N / 8 | 8 |
-`64` | every 64th | 4·N / 64 | 1 | /64
-`None` | none; the backward runs the forward again | 0 | 0 | /None
-"""
-"""Values of ``checkpoint_every``, what they save, and the word behind the shape."""
-
-STATES = """
-AdamW, all in fp32 | 28 | 100M
-bf16 parameters and gradients; fp32 `mu`, `nu` and master | 28 | 100M-master
-fp32 with bf16 `mu` and `nu` | 20 | 100M-bf16-state
-fp32 with 8-bit `mu` and `nu` | 16 | 100M-8-bit-state
-all in bf16 | 14 | 100M-bf16-all
-bf16 parameters and gradients, 8-bit `mu` and `nu` | 10 | 100M-bf16-8-bit-state
-"""
-"""Precisions of an optimizer, bytes per parameter, and the shape that was timed."""
-
 
 SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
 """Ops whose limit is their exponentials, and not a copy's bandwidth."""
@@ -196,20 +179,6 @@ def _slower_ops(results: Results) -> str:
         "([all](bench/report.md#where-we-are-slower))."
     )
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
-
-
-def _checkpoints(results: Results) -> str:
-    ours = lambda word: _timed(results, "selective_scan", SCAN + word, "both").figures[OURS]["us"]
-    rows = [[*saved, duration(ours(word))] for *saved, word in listed(CHECKPOINTS)]
-    return table(["`checkpoint_every`", "saved", "bytes", "at N = 16", "time"], rows)
-
-
-def _states(results: Results) -> str:
-    ours = lambda shape: _timed(results, "fused_adamw", shape, "step").figures[OURS]
-    rows = [[*told, cell("fused_adamw", ours(shape))] for *told, shape in listed(STATES)]
-    rows.append(["with `clip_norm` or `skip_nonfinite`", "the gradients once more", ""])
-    head = ["", "bytes per parameter, read and written"]
-    return table([*head, "100 million on an H200, percent of a copy's bandwidth"], rows)
 
 
 def pivot(
@@ -380,8 +349,6 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "speed": lambda r: table(
         HEAD, [*_op_rows(r, README + GUIDE), *training_rows(r, r.trainings())]
     ),
-    "checkpoints": _checkpoints,
-    "states": _states,
     "layers": _layers,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
@@ -412,9 +379,12 @@ def draw(results: Results) -> None:
 
 def written(results: Results) -> dict[Path, str]:
     """The text of every document with generated parts."""
+    ours = lambda op, shape, way: cell(op, _timed(results, op, shape, way).figures[OURS])
     fill = lambda m: m[1] + FIGURES[m[2]](results) + "\n" + m[4]
+    fill_in = lambda m: m[1] + ours(*m[2].split()) + m[4]
     texts = {path: path.read_text() for path in DOCUMENTS}
-    return {path: _MARKED.sub(fill, was) for path, was in texts.items() if _MARKED.search(was)}
+    filled = {path: _IN_LINE.sub(fill_in, _MARKED.sub(fill, was)) for path, was in texts.items()}
+    return {path: text for path, text in filled.items() if "<!-- end -->" in text}
 
 
 def main(argv: list[str] | None = None) -> int:
