@@ -2,8 +2,8 @@
 
 That is bench/report.csv, the pictures, and the figures of README, the guides and bench/*.md. A
 generated part of a document begins with ``<!-- figures: NAME -->``, where :data:`FIGURES` has the
-function of that name, or in a line with ``<!-- ours: OP SHAPE PASS -->``, the time of our kernels,
-and ends with ``<!-- end -->``; all else is written by hand.
+function of that name, and ends with ``<!-- end -->``. Cells of a table, :func:`in_line`, begin with
+``<!-- row: OP SHAPE PASS -->`` or ``<!-- ours: OP SHAPE PASS -->``. All else is written by hand.
 """
 
 import functools
@@ -39,38 +39,9 @@ ROOT = FOLDER.parent
 REPORT, CSV = FOLDER / "report.md", FOLDER / "report.csv"
 DOCUMENTS = [ROOT / "README.md", REPORT, FOLDER / "accuracy.md"]
 DOCUMENTS += sorted((ROOT / ".site" / "guide").glob("*.md"))
-_IN_LINE = re.compile(r"(<!-- ours: (.*?) -->)(.*?)(<!-- end -->)")
+_IN_LINE = re.compile(r"(<!-- (ours|row): (.*?) -->)(.*?)(<!-- end -->)")
+SPEED = ROOT / ".site" / "guide" / "speed.md"
 _MARKED = re.compile(r"(<!-- figures: (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-
-SCAN = "8x2048x2048x16"
-README = f"""
-`rms_norm`, 16384 × 4096 | rms_norm 16384x4096 | forward backward
-`selective_scan`, B 8, L 2048, D 2048, N 16 | selective_scan {SCAN} | forward backward
-`swiglu`, 16384 × 14336 | swiglu 16384x14336 | forward backward
-`fused_adamw`, 1.1 billion parameters in 300 arrays | fused_adamw 1.1B | step
-"""
-"""Rows of README: what they are called, and the op, shape and passes that they show."""
-
-GUIDE = """
-`layer_norm`, 16384 × 8192 | layer_norm 16384x8192 | forward backward
-`layer_norm` and `silu`, 16384 × 4096 | layer_norm 16384x4096-silu | forward backward
-`rms_norm` and gate, 16384 × 4096 | rms_norm 16384x4096-gate | forward backward
-`selective_scan`, B 4, L 4096, D 5120, N 16 | selective_scan 4x4096x5120x16 | forward backward
-`linear_scan`, B 8, L 2048, D 2048 | linear_scan 8x2048x2048 | forward backward
-`causal_conv1d`, B 8, L 2048, D 2048, W 4 | causal_conv1d 8x2048x2048x4 | forward backward
-`silu_and_mul`, 16384 × 13000 | silu_and_mul 16384x13000 | forward backward
-`dropout`, 16384 × 8192 | dropout 16384x8192 | forward backward
-`gelu(approximate=False)`, 16384 × 8192 | gelu 16384x8192-erf | forward backward
-`silu`, 16384 × 8192; by default XLA's, which fuses it | silu 16384x8192 | forward backward
-`cross_entropy`, 8192 × 128256 | cross_entropy 8192x128256-plain | forward backward
-`linear_cross_entropy`, 8192 × 4096 → 128256 | linear_cross_entropy 8192x4096x128256-plain | both
-`linear`, 8192 × 8192 × 8192; by default cuBLAS's | linear 8192x8192x8192 | both
-`gated_linear_unit`, 8192 × 4096 → 14336 | gated_linear_unit 8192x4096x14336 | forward both
-`layer_norm_linear`, 16384 × 4096 → 4096 | layer_norm_linear 16384x4096x4096 | both
-`fused_adamw`, 1.1 billion, with unscaling, clipping, the check | fused_adamw 1.1B-folded | step
-`fused_adamw`, 20 million parameters in 300 arrays | fused_adamw 20M-300-leaves | step
-"""
-"""Rows of the guide to speed, behind those of README."""
 
 SLOW_EXPONENTIALS = {of.op for of in TABLE if of.forward and of.forward.exponentials}
 """Ops whose limit is their exponentials, and not a copy's bandwidth."""
@@ -86,30 +57,18 @@ def cell(op: str, row: Row | None) -> str:
     return duration(row["us"]) + (f", {row['percent']:.0f}%" if limited else "")
 
 
-def listed(text: str) -> Iterator[list[str]]:
-    """The cells of each line of a table above."""
-    for line in filter(None, text.split("\n")):
-        yield [cell.strip() for cell in line.split("|")]
-
-
-def _timed(results: Results, op: str, shape: str, direction: str) -> Line:
+def in_line(results: Results, kind: str, op: str, shape: str, direction: str) -> str:
+    """The cells of a pass of an op: the kernels' alone, or ours, plain JAX's and a library's."""
     line = results.line(op, shape, direction)
     assert line is not None, f"{op} {shape} {direction} was not timed"
-    return line
+    if kind == "ours":
+        return cell(op, line.figures[OURS])
+    rows = (line.own, line.figures.get("xla"), line.figures.get(line.rival or ""))
+    own, plain, other = (cell(op, row) for row in rows)
+    return f"{own} | {plain} | " + (f"{name_of(line.rival)} {other}" if line.rival else "")
 
 
 HEAD = ["", "pass", "jaxkern", "plain JAX", "fastest other library"]
-
-
-def _op_rows(results: Results, text: str) -> Iterator[list[str]]:
-    for label, of, passes in listed(text):
-        op, shape = of.split()
-        for i, direction in enumerate(passes.split()):
-            line = _timed(results, op, shape, direction)
-            rows = (line.own, line.figures.get("xla"), line.figures.get(line.rival or ""))
-            own, plain, other = (cell(op, row) for row in rows)
-            rival = f"{name_of(line.rival)} {other}" if line.rival else ""
-            yield ["" if i else label, direction, own, plain, rival]
 
 
 def _trained(row: Row | None, name: str = "") -> str:
@@ -245,7 +204,10 @@ def family_rows(results: Results, ops: Sequence[str]) -> dict[str, dict[str, Lin
     """
     every = [one for one in cases(small=False) if one.op in ops]
     models = {(one.op, one.shape): one.models for one in every if isinstance(one, Case)}
-    guide = {tuple(of.split()): label for label, of, _ in listed(README + GUIDE)}
+    guide: dict[tuple[str, str], str] = {}
+    rows_of = re.findall(r"^\| (.*?) \| \w+ \| <!-- row: (\S+) (\S+)", SPEED.read_text(), re.M)
+    for label, *at in rows_of:
+        guide.setdefault(tuple(at), label.partition(";")[0])
     half = lambda dtype, direction: dtype == "bfloat16" or direction == "step"
     timed = {(op, s): None for op, s, dtype, d in results.best if op in ops and half(dtype, d)}
     wanted = [at for at in guide if at[0] in ops]
@@ -257,7 +219,7 @@ def family_rows(results: Results, ops: Sequence[str]) -> dict[str, dict[str, Lin
     rows = {}
     for op, shape in sorted([*dict.fromkeys(wanted)][:MOST], key=lambda at: ops.index(at[0])):
         named = ", ".join(models.get((op, shape), ()))
-        label = guide.get((op, shape), f"`{op}`, {plain_shape(shape)}").partition(";")[0]
+        label = guide.get((op, shape), f"`{op}`, {plain_shape(shape)}")
         label += f" ({named})" if named else ""
         found = {d: results.line(op, shape, d) for d in PASSES}
         rows[label] = {d: line for d, line in found.items() if line}
@@ -344,11 +306,8 @@ SAVED = {"True": "every 100 steps", "False": "none"}
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
-    "readme": lambda r: table(HEAD, [*_op_rows(r, README), *training_rows(r, [MODEL], False)]),
     "slower": _slower_ops,
-    "speed": lambda r: table(
-        HEAD, [*_op_rows(r, README + GUIDE), *training_rows(r, r.trainings())]
-    ),
+    "trained": lambda results: table(HEAD, training_rows(results, results.trainings())),
     "layers": _layers,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
@@ -379,9 +338,8 @@ def draw(results: Results) -> None:
 
 def written(results: Results) -> dict[Path, str]:
     """The text of every document with generated parts."""
-    ours = lambda op, shape, way: cell(op, _timed(results, op, shape, way).figures[OURS])
     fill = lambda m: m[1] + FIGURES[m[2]](results) + "\n" + m[4]
-    fill_in = lambda m: m[1] + ours(*m[2].split()) + m[4]
+    fill_in = lambda m: m[1] + in_line(results, m[2], *m[3].split()) + m[5]
     texts = {path: path.read_text() for path in DOCUMENTS}
     filled = {path: _IN_LINE.sub(fill_in, _MARKED.sub(fill, was)) for path, was in texts.items()}
     return {path: text for path, text in filled.items() if "<!-- end -->" in text}

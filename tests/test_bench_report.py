@@ -30,7 +30,7 @@ def test_documents_are_up_to_date(tmp_path):
     written[report.CSV] = (tmp_path / "report.csv").read_text()
     for path, text in written.items():
         assert path.read_text() == text, "run: python -m bench report"
-        begins = re.findall("<!-- (?:figures|ours): ", text)
+        begins = re.findall("<!-- (?:figures|ours|row): ", text)
         assert len(begins) == text.count("<!-- end -->"), path
     marked = re.findall(r"<!-- figures: (\w+) -->", "".join(map(str, written.values())))
     assert sorted(marked) == sorted(report.FIGURES)
