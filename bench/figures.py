@@ -219,11 +219,6 @@ def _keep_fastest(found: dict[str, Row], rows: Iterable[Row]) -> None:
         found[who] = min(found.get(who, row), row, key=_cost)
 
 
-def timings(one: Row) -> Iterator[Row]:
-    """The rows of a file that time an op."""
-    return (row for row in one["rows"] if "op" in row and "us" in row)
-
-
 def _as_ops(row: Row) -> Iterator[Row]:
     """A timing of an op, a training step, a decoded token or a layer, all as rows of ops."""
     told: Row = {"dtype": "bfloat16"} | {k: v for k, v in row.items() if k != "kernels"}
