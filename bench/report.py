@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jaxkern
 from bench import accuracy, compiled, pictures, program
-from bench.cases import TABLE, case, optim
+from bench.cases import TABLE
 from bench.figures import (
     EVEN,
     MODEL,
@@ -239,17 +239,10 @@ def _told(line: Line | None) -> str:
 
 
 def _family(results: Results, ops: Sequence[str]) -> str:
-    """The meaning of the shapes of a family, and its table."""
     rows = family_rows(results, ops)
-    axes: dict[str, list[str]] = defaultdict(list)
-    for op in dict.fromkeys(line.op for of in rows.values() for line in of.values()):
-        timed = next(of for of in TABLE if of.op == op)
-        words = " × ".join(case.AXES[axis] for axis in timed.axes.split())
-        axes["parameters" if timed in optim.CASES else words].append(f"`{op}`")
-    told = "; ".join(f"{', '.join(of)}: {sizes}" for sizes, of in axes.items())
     passes = [d for d in PASSES if any(d in of for of in rows.values())]
     cells = ([label, *(_told(of.get(d)) for d in passes)] for label, of in rows.items())
-    return f"Shapes of {told}.\n\n" + table(["", *passes], cells)
+    return table(["", *passes], cells)
 
 
 def _slower(results: Results) -> str:
