@@ -1,15 +1,14 @@
 import importlib
 import sys
 
-from bench.program import COMMANDS, RUNS
+from bench.program import COMMANDS, ELSEWHERE
 
 
 def main(argv: list[str]) -> int:
     """Runs the command that the first argument names, and ``run`` if it names none."""
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in COMMANDS else ("run", argv)
-    if name in RUNS:
-        return getattr(importlib.import_module("bench.runs"), name)(rest)
-    return importlib.import_module(f"bench.{name}").main(rest)
+    module = importlib.import_module(f"bench.{ELSEWHERE.get(name, name)}")
+    return getattr(module, name if name in ELSEWHERE else "main")(rest)
 
 
 if __name__ == "__main__":  # processes that this one starts import it again

@@ -28,7 +28,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ import jax
 from bench import compilers, program, steps
 from bench.cases.optim import Step
 from bench.compilers import COLLECTIVES, Kernel
-from bench.measured import Case, cases
-from bench.modules import passes
-from bench.processes import Failed, each
+from bench.measured import Case, named, passes
+from bench.processes import Failed, Task, each
 from bench.program import RESULTS, Row
 from jaxkern.core import kernel_call, kernel_pass
 from jaxkern.core.target import GPUS, Gpu
+from jaxkern.lm.config import PRESETS, TrainConfig, axes_of
+from jaxkern.lm.program import Placement, lowered_step
 
 GENERATIONS = ("a100", "a10g", "l40s", "h200", "b200", "b300", "rtx-pro-6000")
 """A GPU of each generation; the H200's programs are also the training steps."""
@@ -98,28 +99,17 @@ class Training:
     layers: int | None = None
 
 
-Task = Case | Step | Training
-
-
-def name_of(task: Task) -> str:
-    if isinstance(task, Training):
-        return f"{task.preset} x {task.mesh or task.devices}"
-    return f"{task.op} {task.shape} {task.dtype}"
-
-
 @functools.cache
-def tasks() -> dict[str, Task]:
+def tasks() -> dict[str, Case | Step | Training]:
     """All that is compiled for an H200, by name: training steps from large to small, then cases."""
-    from jaxkern.lm.config import PRESETS, axes_of
-
     size = lambda name: PRESETS[name].model.d_model ** 2 * PRESETS[name].model.n_layers
     # The slowest come first, and two presets beside each other share no kernels.
     presets = sorted((n for n in PRESETS if not n.endswith("micro")), key=size, reverse=True)
-    trainings = [Training(preset, devices) for devices in DEVICES for preset in presets]
+    steps = [Training(preset, devices) for devices in DEVICES for preset in presets]
     for mesh, of_mesh in MESHES.items():
         devices = math.prod(axes_of(mesh).values())
-        trainings += [Training(preset, devices, mesh, layers=1) for preset in of_mesh]
-    return {name_of(task): task for task in (*trainings, *cases(small=False))}
+        steps += [Training(preset, devices, mesh, layers=1) for preset in of_mesh]
+    return {f"{of.preset} x {of.mesh or of.devices}": of for of in steps} | named()
 
 
 _compiler = compilers.Compiler()
@@ -138,12 +128,9 @@ def compiled(gpu: str, name: str) -> Row:
         result, text, kernels = _compiler(lowered)
         told["kernels"] = {n: [list(kernel) for kernel in of] for n, of in kernels.items()}
         every = [kernel for of in kernels.values() for kernel in of]
-        words += [
-            f"compiled in {time.perf_counter() - middle:.1f} s",
-            f"{len(every)} kernels",
-            f"{max((k.registers for k in every), default=0)} registers",
-            f"{sum(k.spills for k in every)} bytes spilled",
-        ]
+        words += [f"compiled in {time.perf_counter() - middle:.1f} s", f"{len(every)} kernels"]
+        words += [f"{max((k.registers for k in every), default=0)} registers"]
+        words += [f"{sum(k.spills for k in every)} bytes spilled"]
         if of_step:
             told["training"] = training = _training(result.memory_analysis(), text)
             words += [_gib(training["memory"]), f"{_gib(training['copied'])} copied"]
@@ -165,9 +152,6 @@ def _training(stats: Any, text: str) -> Row:
 
 def _lowered_training(training: Training, gpu: Gpu) -> Any:
     """The training step of :data:`PER_DEVICE` sequences for each part of the batch, lowered."""
-    from jaxkern.lm.config import TrainConfig, axes_of
-    from jaxkern.lm.program import Placement, lowered_step
-
     axes = axes_of(training.mesh) if training.mesh else {}
     parts = axes.get("tensor", 1) * axes.get("sequence", 1)
     flags: Row = {"preset": training.preset, "mixed_precision": "bf16", "mesh": training.mesh}
@@ -293,26 +277,26 @@ def _gib(size: int) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    p = program.parser("aot")
-    p.add_argument("--write", action="store_true", help="renew the committed figures")
-    p.add_argument("--only", metavar="REGEX", help="only tasks whose name has it")
-    p.add_argument("--missing", action="store_true", help="only what the figures do not have")
-    p.add_argument("--part", action="store_true", help="on 3 generations a case for each tile")
-    every = f"what is compiled for; repeat for more ({', '.join(GENERATIONS)})"
-    p.add_argument("--gpu", choices=GPUS, action="append", help=every)
-    p.add_argument("--jobs", type=int, default=2, help="processes that compile")
-    args = p.parse_args(argv)
+    every = f"what is compiled for ({', '.join(GENERATIONS)})"
+    args = program.parsed(
+        "aot",
+        argv,
+        write=(False, "renew the committed figures"),
+        only=("", "only tasks whose name has this regular expression"),
+        missing=(False, "only what the figures do not have"),
+        part=(False, "on 3 generations a case for each tile"),
+        gpu=([str], every, *GPUS),
+        jobs=(2, "processes that compile"),
+    )
     start = time.perf_counter()
-    names = [name for name in tasks() if re.search(args.only or "", name)]
+    names = [name for name in tasks() if re.search(args.only, name)]
     if not names:
-        print(f"bench.aot: error: no task's name has {args.only}", file=sys.stderr)
-        return 2
+        args.error(f"no task's name has {args.only}")
     try:
         versions = {part: metadata.version(part) for part in ("jax", "jax-cuda12-plugin")}
         versions["ptxas"] = metadata.version("nvidia-cuda-nvcc-cu12")
     except metadata.PackageNotFoundError as error:
-        print(f"bench.aot: error: {error}; run make aot, which installs it", file=sys.stderr)
-        return 2
+        args.error(f"{error}; run make aot, which installs it")
     versions["commit"] = program.tree()  # before the figures change
     faults = []
     for gpu in args.gpu or (PART if args.part else GENERATIONS):
@@ -355,7 +339,8 @@ def _on_generation(
     about = {"gpu": GPUS[gpu].name, **versions}
     now: Row = about | {part: {} for part in PARTS}
     faults: dict[str, str] = {}
-    for name, result in run(gpu, [name for name in names if name in tasks()], args.jobs):
+    todo = [(gpu, name) for name in names if name in tasks()]
+    for (_, name), result in run(compiled, todo, args.jobs):
         if isinstance(result, Failed):
             faults[name] = f"{name}: {result}"
             continue
@@ -378,11 +363,13 @@ def _newer(version: str, other: str) -> bool:
     return numbers(version) > numbers(other)
 
 
-def run(gpu: str, names: list[str], jobs: int) -> Iterator[tuple[str, Any]]:
-    """Compiles tasks in processes of their own, and tells what became of each, as they are done."""
+def run(f: Callable[..., Row], todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:
+    """Compiles tasks in processes of their own, and tells what became of each, as they are done.
+
+    The result of `f` has a ``line`` in words.
+    """
     with compilers.for_gpus():
-        todo = [(gpu, name) for name in names]
-        for count, ((_, name), result) in enumerate(each(compiled, todo, jobs, apart=True), 1):
+        for count, (task, result) in enumerate(each(f, todo, jobs, apart=True), 1):
             line = "failed" if isinstance(result, Failed) else result["line"]
-            print(f"[{count:3}/{len(names)}] {gpu} {name:44} {line}", flush=True)
-            yield name, result
+            print(f"[{count:3}/{len(todo)}] {' '.join(task):44} {line}", flush=True)
+            yield task, result

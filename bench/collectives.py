@@ -13,9 +13,16 @@ from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
-from bench import program
-from bench.processes import Failed, each
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from bench import aot, program
+from bench.cases import TABLE, case, optim
+from bench.compilers import described, exchanged_in, without_modules
+from bench.processes import Failed
 from bench.program import RESULTS
+from jaxkern.core.target import GPUS
 
 PATH = RESULTS / "aot-collectives.json"
 
@@ -67,12 +74,12 @@ Held = dict[str, dict[str, list[int]]]
 def names() -> list[str]:
     """The programs: ``"rms_norm x m=8"`` has rows split between 8 devices."""
     found = []
-    for case in _cases():
-        axes = [axis for axis in case.axes.split() if axis not in WHOLE]
-        if case.op == "mlp":
+    for of in _cases():
+        axes = [axis for axis in of.axes.split() if axis not in WHOLE]
+        if of.op == "mlp":
             axes = ["m", "h"]  # its d is the model's width, that of its residual
-        found += [f"{case.name} x {axis}=8" for axis in axes]
-        found += [f"{case.name} x {axis}=64" for axis in ON_64.get(case.name, "").split()]
+        found += [f"{of.name} x {axis}=8" for axis in axes]
+        found += [f"{of.name} x {axis}=64" for axis in ON_64.get(of.name, "").split()]
     return found
 
 
@@ -82,26 +89,16 @@ def part() -> list[str]:
     return [name for name in names() if not slow.search(name)]
 
 
-def _cases() -> Iterator[Any]:
+def _cases() -> Iterator[case.Case]:
     """The cases with one call of each op, a block of several ops, and the optimizers."""
-    from bench.cases import TABLE, optim
-
-    for case in TABLE:
-        strict = case.strict and case.name != PACKED
-        if strict or case.name in ("mlp", *IN_PARTS) or case in optim.CASES:
-            yield case
+    for of in TABLE:
+        strict = of.strict and of.name != PACKED
+        if strict or of.name in ("mlp", *IN_PARTS) or of in optim.CASES:
+            yield of
 
 
-def compiled(name: str) -> Held:
-    """The collectives of the passes of a program."""
-    import jax
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding
-
-    from bench.cases import case, optim
-    from bench.compilers import described, exchanged_in, without_modules
-    from jaxkern.core.target import GPUS
-
+def compiled(name: str) -> dict[str, Any]:
+    """The collectives of the ``passes`` of a program, and a ``line`` of those of both."""
     of_case, axis, count = re.fullmatch(r"(.*) x (\w+)=(\d+)", name).groups()  # pyright: ignore
     of = next(of for of in _cases() if of.name == of_case)
     devices = described(GPUS["h200"], int(count))
@@ -125,7 +122,7 @@ def compiled(name: str) -> Held:
     for direction, (f, arguments) in passes.items():
         text = jax.jit(f).lower(*arguments).compile().as_text()
         found[direction] = dict(sorted(exchanged_in(without_modules(text or "")[0]).items()))
-    return found
+    return {"passes": found, "line": "; ".join(exchanged(found))}
 
 
 def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
@@ -143,27 +140,23 @@ def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from bench.compilers import for_gpus
-
-    p = program.parser("collectives")
-    p.add_argument("--write", action="store_true", help="renew the committed figures")
-    p.add_argument("--part", action="store_true", help="only what CI has time for")
-    p.add_argument("--only", metavar="REGEX", default="", help="only programs whose name has it")
-    p.add_argument("--jobs", type=int, default=2, help="processes that compile")
-    args = p.parse_args(argv)
-    chosen = [name for name in (part if args.part else names)() if re.search(args.only, name)]
+    args = program.parsed(
+        "collectives",
+        argv,
+        write=(False, "renew the committed figures"),
+        part=(False, "only what CI has time for"),
+        only=("", "only programs whose name has this regular expression"),
+        jobs=(2, "processes that compile"),
+    )
+    todo = [(name,) for name in (part if args.part else names)() if re.search(args.only, name)]
     was = json.loads(PATH.read_text())["programs"] if PATH.exists() else {}
     now: dict[str, Held] = {}
     faults = []
-    tasks = [(name,) for name in chosen]
-    with for_gpus():
-        for count, ((name,), told) in enumerate(each(compiled, tasks, args.jobs, apart=True), 1):
-            line = "failed"
-            if isinstance(told, Failed):
-                faults.append(f"{name}: {told}")
-            else:
-                now[name], line = told, "; ".join(exchanged(told))
-            print(f"[{count:3}/{len(tasks)}] {name:44} {line}", flush=True)
+    for (name,), told in aot.run(compiled, todo, args.jobs):
+        if isinstance(told, Failed):
+            faults.append(f"{name}: {told}")
+        else:
+            now[name] = told["passes"]
     if args.write:
         every = {name: (was | now)[name] for name in names() if name in was | now}
         versions = {"jax": metadata.version("jax"), "commit": program.tree()}

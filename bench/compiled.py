@@ -5,19 +5,19 @@ The figures are those of ``python -m bench aot`` and ``collectives``.
 
 import json
 import re
-from collections.abc import Iterator
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from bench import collectives as of_ops
 from bench.cases import optim
+from bench.compilers import COLLECTIVES
 from bench.figures import table
+from bench.measured import named
 from bench.program import RESULTS
 
 Held = dict[str, Any]
 """A file of :mod:`bench.aot`."""
-
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 COMPOSED = ("mlp", "layer_norm_linear", "rms_norm_linear")
 """Cases of several ops, each of which has rows of its own."""
@@ -30,122 +30,64 @@ def load(folder: Path = RESULTS) -> dict[str, Held]:
     return {name: json.loads(found[name].read_text()) for name in order}
 
 
-def heading(name: str, held: Held) -> str:
-    """A generation and the GPU that stands for it."""
-    return f"{name}, {re.sub('NVIDIA |-SXM.*| SXM.*| Blackwell', '', held['gpu'])}"
-
-
 def operations() -> list[str]:
     """The ops, in the order of the cases."""
-    from bench.aot import Training, tasks  # with JAX, which the rest has no need of
-
-    ops = [name.split()[0] for name, task in tasks().items() if not isinstance(task, Training)]
-    return [op for op in dict.fromkeys(ops) if op not in COMPOSED]
+    return [op for op in dict.fromkeys(case.op for case in named().values()) if op not in COMPOSED]
 
 
-def matrix(held_of: dict[str, Held]) -> tuple[list[str], list[list[str]]]:
-    """Heading and rows: for each op and generation, how many of its cases are kernels alone."""
-    head = ["", *(heading(name, held) for name, held in held_of.items())]
-    rows = []
-    for op in operations():
-        rows.append([f"`{op}`", *(_cell(op, held) for held in held_of.values())])
-    return head, rows
+def matrix() -> str:
+    """Counts the cases of each op that are kernels alone, on each generation; the compilers."""
+    held_of = load()
+    name_of = lambda held: re.sub("NVIDIA |-SXM.*| SXM.*| Blackwell", "", held["gpu"])
+    rows = [[f"`{op}`", *(_cell(op, held) for held in held_of.values())] for op in operations()]
+    cells = table(["", *(f"{name}, {name_of(held)}" for name, held in held_of.items())], rows)
+    newest = next(iter(held_of.values()))
+    return f"{cells}\n\nCompiled by JAX {newest['jax']} and ptxas {newest['ptxas']}."
 
 
 def _cell(op: str, held: Held) -> str:
-    names = [name for name in held["kernels"] if name.split()[0] == op]
-    if not names:
+    of_op = {name: kernels for name, kernels in held["kernels"].items() if name.split()[0] == op}
+    if not of_op:
         return "not compiled"
-    without = [name for name in names if name in held.get("plain", {})]
-    if not any(held["kernels"][name] for name in names):
+    if not any(of_op.values()):
         return "plain JAX"
-    spilling = sum(any(k[1] for of in held["kernels"][n].values() for k in of) for n in names)
-    told = f"{len(names) - len(without)} of {len(names)}" if without else f"{len(names)}"
+    without = sum(name in held["plain"] for name in of_op)
+    spilling = sum(any(k[1] for of in kernels.values() for k in of) for kernels in of_op.values())
+    told = f"{len(of_op) - without} of {len(of_op)}" if without else f"{len(of_op)}"
     return told + (f", spills at {spilling}" if spilling else "")
 
 
-def plain(held_of: dict[str, Held]) -> Iterator[list[str]]:
-    """Rows of passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
-    found: dict[tuple[str, str], dict[str, list[str]]] = {}
-    for generation, held in held_of.items():
-        for name, passes in held.get("plain", {}).items():
-            op, _, shape = name.partition(" ")
-            if op in COMPOSED:
-                continue
-            for kernel, reason in passes.items():
+def plain() -> str:
+    """Passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
+    shapes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for generation, held in load().items():
+        for name, passes in held["plain"].items():
+            op, _, shape = name.removesuffix(" bfloat16").partition(" ")
+            for kernel, reason in passes.items() if op not in COMPOSED else ():
                 why = re.sub(r", and (?:this is for|NVIDIA).*", "", reason)
                 why = re.sub(r"rows of \d+ elements", "such rows", why)
-                shapes = found.setdefault((kernel, why), {}).setdefault(generation, [])
-                shapes.append(shape.removesuffix(" bfloat16"))
-    grouped: dict[tuple[str, str, str], list[str]] = {}
-    for (kernel, why), of_generation in found.items():
-        for generation, shapes in of_generation.items():
-            told = "all" if "wgmma" in why else ", ".join(shapes)
-            grouped.setdefault((told, why, generation), []).append(kernel)
-    rows: dict[tuple[str, str, str], list[str]] = {}
-    for (told, why, generation), kernels in grouped.items():
-        rows.setdefault((", ".join(f"`{k}`" for k in kernels), told, why), []).append(generation)
-    for (kernels, told, why), names in rows.items():
-        yield [kernels, told, ", ".join(names), why]
+                shapes[kernel, why, generation].append(shape)
+    kernels: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (kernel, why, generation), of_kernel in shapes.items():
+        told = "all" if "wgmma" in why else ", ".join(of_kernel)
+        kernels[told, why, generation].append(f"`{kernel}`")
+    generations: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for (told, why, generation), of_shapes in kernels.items():
+        generations[", ".join(of_shapes), told, why].append(generation)
+    rows = ([names, told, ", ".join(of), why] for (names, told, why), of in generations.items())
+    return table(["kernels", "shapes", "generations", "why"], rows)
 
 
-def spills(held_of: dict[str, Held]) -> Iterator[list[str]]:
-    """Rows of kernels that spill: the kernel, and on each generation the bytes and the shapes."""
-    found: dict[str, dict[str, dict[int, list[str]]]] = {}
-    for generation, held in held_of.items():
-        for name, passes in held["kernels"].items():
-            op, _, shape = name.partition(" ")
-            if name in held["training"] or op in COMPOSED:
-                continue
-            for kernel, each in passes.items():
-                most = max(k[1] for k in each)
-                if most:
-                    of_kernel = found.setdefault(kernel, {}).setdefault(generation, {})
-                    of_kernel.setdefault(most, []).append(shape.removesuffix(" bfloat16"))
-    for kernel, of_generation in sorted(found.items()):
-        cells = (_range(of_generation.get(name, {})) for name in held_of)
-        yield [f"`{kernel}`", *cells]
-
-
-def _range(of_kernel: dict[int, list[str]]) -> str:
-    """The most bytes, and at which shape; at how many others."""
-    if not of_kernel:
-        return ""
-    most = max(of_kernel)
-    others = sum(map(len, of_kernel.values())) - 1
-    return f"{most} at {of_kernel[most][0]}" + (f"; {others} more" if others else "")
-
-
-def versions(held_of: dict[str, Held]) -> str:
-    """Lists the programs that compiled, and the differences of other versions of JAX."""
-    newest = next(iter(held_of.values()))
-    sentences = [f"JAX {newest['jax']} and ptxas {newest['ptxas']} compiled them."]
-    for key in sorted({key for held in held_of.values() for key in held}):
-        if not key.startswith("jax "):
-            continue
-        of_key = {name: held[key] for name, held in held_of.items() if key in held}
-        count = sum(map(len, of_key.values()))
-        told = [f"{n}: {d}" for n, of in of_key.items() for each in of.values() for d in each]
-        same = "the same passes in plain JAX, and no spill where that has none"
-        sentences.append(
-            f"{key.replace('jax', 'JAX')} compiled {count} programs for {', '.join(of_key)}: "
-            + (f"{same}, but for {'; '.join(told)}." if told else f"{same}.")
-        )
-    return " ".join(sentences)
-
-
-def generations() -> str:
-    """The tables of the guide to GPUs."""
-    held = load()
-    parts = [
-        table(*matrix(held)),
-        versions(held),
-        'What is plain JAX under `None`, and why; under `"mosaic"` these words are the error:',
-        table(["kernels", "shapes", "generations", "why"], plain(held)),
-        "Kernels that spill registers, with the bytes that a thread stores and loads:",
-        table(["", *held], spills(held)),
-    ]
-    return "\n\n".join(parts)
+def versions() -> str:
+    """Other versions of JAX: the programs that one compiled, and where they differ."""
+    found: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for generation, held in load().items():
+        for key in (key for key in held if key.startswith("jax ")):
+            told = (f"{generation}: {each}" for of in held[key].values() for each in of)
+            found[key][0].append(f"{len(held[key])} for {generation}")
+            found[key][1].extend(told)
+    rows = ([key[4:], ", ".join(of), "; ".join(told)] for key, (of, told) in found.items())
+    return table(["JAX", "programs", "more passes in plain JAX, and more kernels that spill"], rows)
 
 
 def meshes() -> str:

@@ -208,28 +208,27 @@ def serialized(text: str) -> list[str]:
 _SYMBOL = re.compile(rb"(\w+?)_mosaic_gpu\b")
 
 
-def _launch(program: Any, module: bytes) -> tuple[str, int]:
-    """Name of a kernel, and bytes of shared memory that its launch asks for; 0 on JAX 0.11.
-
-    Args:
-      program: a module of MLIR, in whose context the kernel's is read.
-      module: as Mosaic writes it.
-    """
+def module_of(program: Any, text: bytes) -> Any:
+    """A kernel's module as Mosaic writes it, read in the context of a `program` of MLIR."""
     program.context.allow_unregistered_dialects = True  # Mosaic's stable form of MLIR's own
     dialect.register_dialect(program.context)
+    return type(program).parse(text, program.context)
+
+
+def _launch(program: Any, module: bytes) -> tuple[str, int]:
+    """Name of a kernel, and bytes of shared memory that its launch asks for; 0 on JAX 0.11."""
     try:
-        kernel = type(program).parse(module, program.context)
+        kernel = module_of(program, module)
     except ir.MLIRError:  # JAX 0.11 exports modules that it does not parse
         (name,) = set(_SYMBOL.findall(module)) - {b"stable"}
         return name.decode(), 0
     for function in kernel.body:
-        for block in (block for region in function.regions for block in region):
-            for operation in block:
-                if operation.name.endswith("gpu.launch"):
-                    name = function.attributes["sym_name"].value.removesuffix("_mosaic_gpu")
-                    # Its other arguments, the sizes of grid and block, are of another type.
-                    (size,) = (v for v in operation.operands if str(v.type) == "i32")
-                    return name, size.owner.attributes["value"].value
+        for operation in (o for region in function.regions for block in region for o in block):
+            if operation.name.endswith("gpu.launch"):
+                name = function.attributes["sym_name"].value.removesuffix("_mosaic_gpu")
+                # Its other arguments, the sizes of grid and block, are of another type.
+                (size,) = (v for v in operation.operands if str(v.type) == "i32")
+                return name, size.owner.attributes["value"].value
     raise RuntimeError("a kernel's module holds no launch")
 
 
@@ -321,24 +320,17 @@ def _sizes(types: str) -> list[int]:
     ]
 
 
-def exchanges(text: str) -> Iterator[tuple[str, int]]:
-    """Gives kind and bytes of a program's collectives, after a gather or before a scatter."""
+def exchanged_in(text: str) -> dict[str, list[int]]:
+    """Number and bytes of each kind of collective, after a gather or before a scatter."""
+    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
     for match in _COLLECTIVE.finditer(text):
-        kind, rest = match["kind"], match["rest"]
         sizes = _sizes(match["types"])
+        size = sum(sizes) * (_group_size(match["rest"]) if match["kind"] == "reduce-scatter" else 1)
         if match["start"]:  # arguments and results
             half = len(sizes) // 2
-            yield kind, max(sum(sizes[:half]), sum(sizes[half:]))
-        else:
-            yield kind, sum(sizes) * (_group_size(rest) if kind == "reduce-scatter" else 1)
-
-
-def exchanged_in(text: str) -> dict[str, list[int]]:
-    """Number and bytes of each kind of collective in a program's text."""
-    found: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0])
-    for kind, size in exchanges(text):
-        found[kind][0] += 1
-        found[kind][1] += size
+            size = max(sum(sizes[:half]), sum(sizes[half:]))
+        found[match["kind"]][0] += 1
+        found[match["kind"]][1] += size
     return dict(found)
 
 

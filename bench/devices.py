@@ -17,10 +17,13 @@ Each mesh is measured in a process of its own, one after the other.
 
 import dataclasses
 import functools
+import itertools
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,9 +34,10 @@ from bench import program, timing
 from bench.cases import TABLE, case
 from bench.program import Row
 from bench.train import peak_gib
+from jaxkern.core import kernel_call
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
 from jaxkern.lm.data.corpus import Packed
-from jaxkern.lm.program import Placement, compile_programs
+from jaxkern.lm.program import Placement, compile_programs, keep_programs
 from jaxkern.lm.step import schedule_of
 
 _RUNS, _CALLS = 3, 10
@@ -235,33 +239,78 @@ def with_efficiency(rows: list[Row]) -> list[Row]:
     return [row | {"efficiency": told(row)} if found(row) else row for row in rows]
 
 
+def _age() -> float:
+    """Seconds since this process started, imports included."""
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
+    """A training run's first step in this process, which has just started."""
+    preset, count, cache = run
+    os.environ["JAXKERN_CACHE_DIR"] = f"{folder}/{preset}-{count}"
+    flags = {"preset": preset, "batch_size": batch_size * count, "mixed_precision": "bf16"}
+    config = TrainConfig.from_flags(flags)
+    keep_programs()
+    shape = 1, config.batch_size, config.seq_len + 1
+    windows = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
+    _first_step(config, jax.devices()[:count], windows)
+    seconds = round(_age(), 1)
+    told = {"first_step_s": seconds, "kernels_lowered": sum(kernel_call.lowerings.values())}
+    return {"preset": preset, "devices": count, **told, "cache": cache}
+
+
+def first_step(argv: Sequence[str] | None = None) -> int:
+    """Runs ``python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4``.
+
+    A figure counts from the start of its process: imports, lowering, compiling, the state's initial
+    values, one step; with empty caches, and with those of an earlier process.
+    """
+    args = program.parsed(
+        "first_step",
+        argv,
+        "first-step",
+        preset=([str], "of jaxkern train"),
+        devices=([int], "GPUs"),
+        batch_size=(8, "sequences of a GPU"),
+    )
+    program.share_device(2, one=False)  # this process holds a device as well
+    told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format_map
+    with tempfile.TemporaryDirectory() as folder:
+        return program.measured(
+            args,
+            "first-step",
+            functools.partial(_first, args.batch_size, folder),
+            [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
+            {"clock": "wall-clock time of processes"},
+            lambda run, row: f"{run[0]:6} {run[1]} GPUs, cache {run[2]:6}: {told(row)}",
+            apart=True,
+            most=1,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("devices", "devices")
-    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU micro)")
-    p.add_argument(
-        "--op", action="append", choices=SEQUENCES, help="this one alone; repeat for more"
+    args = program.parsed(
+        "devices",
+        argv,
+        "devices",
+        preset=([str], "the model's shape (130m; without a GPU micro)"),
+        op=([str], "this one alone", *SEQUENCES),
+        mesh=([str], "how devices are split (each axis, of all devices)"),
+        size=([str], "SEQUENCESxTOKENS of a training step on one GPU, for these alone"),
+        remat=("none", "of training steps", *REMATS),
+        check=(False, "compare gradients of steps with those on one GPU"),
+        limit=(240.0, "seconds for each mesh"),
     )
-    p.add_argument("--mesh", action="append", help="repeat for more (each axis, of all devices)")
-    p.add_argument(
-        "--size",
-        action="append",
-        metavar="SEQUENCESxTOKENS",
-        help="of a training step on one GPU, for these alone; repeat for more",
-    )
-    p.add_argument("--remat", default="none", choices=REMATS, help="of training steps")
-    p.add_argument(
-        "--check", action="store_true", help="compare gradients of steps with those on one GPU"
-    )
-    p.add_argument("--limit", type=float, default=240, help="seconds for each mesh")
-    args = p.parse_args(argv)
-    program.share_device(2)  # this process measures nothing, and of the others one at a time
+    # This process measures nothing, and of the others one at a time.
+    program.share_device(2, one=False)
     if args.check:  # memory for the whole batch, beside what the split step has left in pieces
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
     gpu, count = timing.on_gpu(), jax.device_count()
     meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
     presets = args.preset or (["130m"] if gpu else ["micro"])
-    report = program.measured(
+    return program.measured(
         args,
         "devices",
         measure,
@@ -273,4 +322,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         most=1,
         limit=args.limit,
     )
-    return 1 if report["failed"] else 0

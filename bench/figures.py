@@ -7,9 +7,8 @@ import csv
 import dataclasses
 import functools
 import json
-import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,10 @@ NAMES = {
 }
 """Implementations and contenders, in the order of tables and pictures."""
 
-OWN = (OURS, CHOSEN, "update")
-"""Ours, which are no competitors of one another."""
+OWN = (OURS, CHOSEN, "update", "jaxkern")
+"""Ours, which are no competitors of one another; nor are variants, ``"jaxkern-loop"``."""
 
-PLAIN = ("xla", "jax")
+PLAIN = ("xla", "jax", "xla-loop")
 """Plain JAX, which is beside the other libraries."""
 
 STEADY = 0.1
@@ -61,48 +60,63 @@ Row = dict[str, Any]
 Key = tuple[str, str, str, str]
 """Op, shape, dtype and pass."""
 
+COLUMNS = (
+    *("gpu", "file", "date", "jax", "commit", "op", "shape", "dtype", "implementation"),
+    *("direction", "us", "us_low", "us_high", "calls", "gb_s", "percent", "tflop_s"),
+    *("percent_products", "compile_s", "first_call_s", "temp_bytes", "tokens_per_second"),
+    *("peak_gib", "kept_mib", "kernels"),
+)
+"""Columns of timings as comma-separated values."""
+
+
+def _cost(row: Row) -> float:
+    """The time by which rows compare: of models, whose batches differ, that of a token."""
+    rate = row.get("tokens_per_second")
+    return 1e6 / rate if rate else row["us"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """An op's pass at a shape on one kind of GPU: a row by implementation.
-
-    The rows of `lent` implementations are from other files than ours.
-    """
+    """An op's pass at a shape on one kind of GPU, or a model's step: a row by contender."""
 
     op: str
     shape: str
     dtype: str
     direction: str
     figures: dict[str, Row]
-    device: str
-    lent: frozenset[str] = frozenset()
+
+    @property
+    def is_of_op(self) -> bool:
+        """Whether it is neither a model's nor a layer's."""
+        return self.op not in ("training", "decoding") and not self.op.endswith(" layer")
 
     @property
     def own(self) -> Row | None:
         """The choice of ``None`` where it was timed, else the kernels."""
-        return self.figures.get(CHOSEN, self.figures.get(OURS))
+        return next((self.figures[n] for n in (CHOSEN, OURS, "jaxkern") if n in self.figures), None)
 
     @property
     def others(self) -> dict[str, Row]:
-        return {name: row for name, row in self.figures.items() if name not in OWN}
+        own = lambda name: name in OWN or name.startswith("jaxkern-")
+        return {name: row for name, row in self.figures.items() if not own(name)}
 
     @property
     def fastest(self) -> str | None:
         """The fastest other implementation, plain JAX included."""
-        return min(self.others, key=lambda name: self.others[name]["us"], default=None)
+        return min(self.others, key=lambda name: _cost(self.others[name]), default=None)
 
     @property
     def rival(self) -> str | None:
         """The fastest other library."""
         rivals = self.others.keys() - set(PLAIN)
-        return min(rivals, key=lambda name: self.others[name]["us"], default=None)
+        return min(rivals, key=lambda name: _cost(self.others[name]), default=None)
 
     @property
     def speedup(self) -> float | None:
         """The fastest other's time over ours."""
         if self.own is None or self.fastest is None:
             return None
-        return self.others[self.fastest]["us"] / self.own["us"]
+        return _cost(self.others[self.fastest]) / _cost(self.own)
 
 
 class Results:
@@ -122,151 +136,113 @@ class Results:
         return [one for name, one in self.files if name.endswith(f"-{command}.json")]
 
     @functools.cached_property
-    def lines(self) -> list[Line]:
-        """A line for each file that has ours, beside the others of any file of the same GPU.
+    def rows(self) -> list[Row]:
+        """Every timing on a GPU as a row of an op, with its origin."""
+        found = []
+        for name, one in self.files:
+            about = {"gpu": one["device"], "file": name}
+            about |= {key: one.get(key, "") for key in ("date", "jax", "commit")}
+            if one["device"] != "cpu":  # where no kernel runs
+                found += [about | told for row in one["rows"] for told in _as_ops(row)]
+        return found
 
-        Of several figures of one implementation in a file the fastest counts. Wall-clock times of
-        a CPU, where no kernel runs, are left out.
+    @functools.cached_property
+    def lines(self) -> dict[tuple[str, Key], Line]:
+        """By GPU, and op, shape, dtype and pass; of each contender the fastest row of all files.
+
+        Ours is of the file that has the fastest other library, or else of the newest.
         """
-        found: dict[Key, dict[int, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
-        for number, (_, one) in enumerate(self.files):
-            for row in timings(one) if one["device"] != "cpu" else ():
-                figures = found[_key(row)][number]
-                who = row["implementation"]
-                figures[who] = min(row, figures.get(who, row), key=lambda row: row["us"])
-        device = lambda number: self.files[number][1]["device"]
-        lines = []
-        for key, by_file in found.items():
-            ours = {number: own for number, own in by_file.items() if OURS in own}
-            for number, own in (ours or by_file).items():
-                lent: dict[str, Row] = {}
-                for other, more in by_file.items():
-                    for who in more.keys() - own.keys() - {OURS, CHOSEN}:
-                        if device(other) == device(number):
-                            row = more[who]
-                            lent[who] = min(lent.get(who, row), row, key=lambda row: row["us"])
-                lines.append(Line(*key, own | lent, device(number), frozenset(lent)))
+        found: dict[tuple[str, Key], dict[str, dict[str, Row]]] = {}
+        for row in filter(steady, self.rows):
+            key = row["op"], row["shape"], row["dtype"], row["direction"]
+            if "contender" in row:
+                key = *key[:1], f"{row['preset']}, {row['length']}", *key[2:]
+            of_file = found.setdefault((row["gpu"], key), {}).setdefault(row["file"], {})
+            _keep_fastest(of_file, [row])
+        lines = {}
+        for (gpu, key), by_file in found.items():
+            date = lambda of_file: next(iter(of_file.values()))["date"]
+            newest_first = sorted(by_file.values(), key=date, reverse=True)
+            fastest: dict[str, Row] = {}
+            for of_file in newest_first:
+                _keep_fastest(fastest, of_file.values())
+            rival = fastest.get(Line(*key, fastest).rival or "")
+            ours = [of_file for of_file in newest_first if of_file.keys() & set(OWN)]
+            own = max(ours, key=lambda of: any(r is rival for r in of.values()), default={})
+            figures = {n: row for n, row in (fastest | own).items() if n not in OWN or n in own}
+            lines[gpu, key] = Line(*key, figures)
         return lines
 
     @functools.cached_property
     def best(self) -> dict[Key, Line]:
-        """By op, shape, dtype and pass, a line of the GPU that most lines are of.
-
-        Of several it is the one with the fastest competitor, and of these one whose file has ours
-        and the competitor, with the most others.
-        """
-        most = Counter(line.device for line in self.lines).most_common(1)
-
-        def order(line: Line) -> tuple[float, bool, int]:
-            us = line.figures[line.rival]["us"] if line.rival else math.inf
-            return -us, line.rival not in line.lent, len(line.figures)
-
-        found: dict[Key, Line] = {}
-        for line in self.lines:
-            if line.device == most[0][0]:
-                key = line.op, line.shape, line.dtype, line.direction
-                found[key] = max(found.get(key, line), line, key=order)
-        return found
+        """By op, shape, dtype and pass the lines of the GPU that most are of."""
+        most = Counter(gpu for gpu, _ in self.lines).most_common(1)
+        ops = (at for at, line in self.lines.items() if at[0] == most[0][0] and line.is_of_op)
+        return {key: self.lines[gpu, key] for gpu, key in ops}
 
     def line(self, op: str, shape: str, direction: str) -> Line | None:
         """The best line of an op's pass at a shape, in bf16 if any."""
         dtypes = ("bfloat16", "float32", "float16")
         return next(filter(None, (self.best.get((op, shape, d, direction)) for d in dtypes)), None)
 
-    @functools.cached_property
-    def trainings(self) -> dict[tuple[str, int], dict[str, Row]]:
-        """Steady rows of training steps by preset and length, smallest first, and by contender.
-
-        They are of the GPU that most rows are of. Ours is of the file that has the fastest rival.
-        """
-        every = [
-            (number, one["device"], row)
-            for number, (_, one) in enumerate(self.files)
-            for row in one["rows"]
-            if "contender" in row and steady(row)
-        ]
-        most = Counter(device for _, device, _ in every).most_common(1)
-        files: dict[tuple[str, int], dict[int, dict[str, Row]]] = {}
-        for number, device, row in every:
-            if device == most[0][0]:
-                of_model = files.setdefault((row["preset"], row["length"]), {})
-                of_model.setdefault(number, {})[row["contender"]] = row
-        found: dict[tuple[str, int], dict[str, Row]] = {}
-        for key, by_file in files.items():
-            rate = lambda rows: max(
-                (r["tokens_per_second"] for who, r in rows.items() if is_rival(who)), default=0
-            )
-            for rows in sorted(by_file.values(), key=lambda rows: ("jaxkern" in rows, rate(rows))):
-                found.setdefault(key, {}).update(rows)
+    def trainings(self, gpu: str = "H200") -> dict[tuple[str, int], dict[str, Row]]:
+        """Rows of training steps by preset and length, smallest first, and by contender."""
+        found = {
+            (row["preset"], row["length"]): line.figures
+            for (on, _), line in self.lines.items()
+            if gpu in on and line.op == "training" and (row := line.own)
+        }
         size = lambda at: ("mamba2" in at[0], found[at]["jaxkern"]["parameters"], at[1])
         return {at: found[at] for at in sorted(found, key=size)}
 
-    @functools.cached_property
-    def decodings(self) -> dict[tuple[str, int], dict[str, Row]]:
-        """Rows of decoding by preset and batch, and then by contender."""
-        found: dict[tuple[str, int], dict[str, Row]] = defaultdict(dict)
-        for _, one in self.files:
-            for row in one["rows"]:
-                if "ms_first" in row:
-                    found[row["preset"], row["batch"]][row["by"]] = row
-        return found
+    @property
+    def decodings(self) -> list[dict[str, Row]]:
+        """Rows of decoding by contender, for each preset and batch."""
+        return [line.figures for line in self.lines.values() if line.op == "decoding"]
 
     def newest(self) -> list[Row]:
         """The newest timing of each contender, by GPU, op, shape, dtype and pass, with its file."""
         found: dict[tuple[str, ...], Row] = {}
-        for name, one in sorted(self.files, key=lambda file: file[1].get("date", "")):
-            about = {"gpu": one["device"], "file": name}
-            about |= {key: one.get(key, "") for key in ("date", "jax", "commit")}
-            of_file: dict[tuple[str, ...], Row] = {}
-            for row in _every_timing(one) if one["device"] != "cpu" else ():
-                key = one["device"], *_key(row), row["implementation"]
-                first = of_file.setdefault(key, row)
-                of_file[key] = min(first, row, key=lambda row: row["us"])
-            found |= {key: about | row for key, row in of_file.items()}
+        for row in self.rows:
+            keys = ("gpu", "op", "shape", "dtype", "direction", "implementation")
+            at = tuple(row[key] for key in keys)
+            was = found.get(at, row)
+            if was["file"] == row["file"]:
+                row = min(was, row, key=_cost)
+            found[at] = row if row["date"] >= was["date"] else was
         return [found[key] for key in sorted(found)]
 
 
-def _key(row: Row) -> Key:
-    return row["op"], row["shape"], row["dtype"], row["direction"]
+def _keep_fastest(found: dict[str, Row], rows: Iterable[Row]) -> None:
+    for row in rows:
+        who = row["implementation"]
+        found[who] = min(found.get(who, row), row, key=_cost)
 
 
-def timings(one: Row) -> Iterator[Row]:
-    """The rows of a file that time an op."""
-    return (row for row in one["rows"] if "op" in row and "us" in row)
-
-
-def _every_timing(one: Row) -> Iterator[Row]:
-    """Timings of ops, training steps, decoded tokens and layers, all as rows of ops."""
-    for row in timings(one):
-        yield {key: value for key, value in row.items() if key != "kernels"}
-    for row in one["rows"]:
-        told: Row = {"dtype": "bfloat16", "implementation": row.get("implementation")}
-        if "contender" in row:
-            shape = f"{row['preset']}, {row['batch']}x{row['length']}"
-            told |= {"op": "training", "shape": shape, "implementation": row["contender"]}
-            told |= {"direction": "step", "us": round(1e3 * row["ms"], 1)}
-            told |= {key: row.get(key) for key in ("tokens_per_second", "tflop_s", "peak_gib")}
-            yield told | {"us_low": 1e3 * row["ms_low"], "us_high": 1e3 * row["ms_high"]}
-        elif "ms_first" in row:
-            told |= {"op": "decoding", "shape": f"{row['preset']}, {row['batch']}"}
-            told |= {"implementation": row["by"], "direction": "token"}
-            told |= {"us": round(1e3 * row["ms_step"], 1)}
-            yield told | {key: row[key] for key in ("tokens_per_second", "peak_gib")}
-        elif "layer" in row:
-            shape = f"{row['batch']}x{row['length']}x{row['d_model']}"
-            told |= {"op": f"{row['layer']} layer", "shape": shape, "kept_mib": row["kept_mib"]}
-            for direction in ("forward", "both"):
-                yield told | {"direction": direction, "us": row[f"{direction}_us"]}
+def _as_ops(row: Row) -> Iterator[Row]:
+    """A timing of an op, a training step, a decoded token or a layer, all as rows of ops."""
+    told: Row = {"dtype": "bfloat16"} | {k: v for k, v in row.items() if k != "kernels"}
+    if "us" in row and "op" in row:
+        yield told
+    elif "contender" in row:
+        shape = f"{row['preset']}, {row['batch']}x{row['length']}"
+        told |= {"op": "training", "shape": shape, "implementation": row["contender"]}
+        told |= {"direction": "step", "us": round(1e3 * row["ms"], 1)}
+        yield told | {"us_low": 1e3 * row["ms_low"], "us_high": 1e3 * row["ms_high"]}
+    elif "ms_first" in row:
+        told |= {"op": "decoding", "shape": f"{row['preset']}, {row['batch']}"}
+        told |= {"implementation": row["by"], "direction": "token"}
+        yield told | {"us": round(1e3 * row["ms_step"], 1)}
+    elif "layer" in row:
+        shape = f"{row['batch']}x{row['length']}x{row['d_model']}"
+        told |= {"op": f"{row['layer']} layer", "shape": shape}
+        for direction in ("forward", "both"):
+            yield told | {"direction": direction, "us": row[f"{direction}_us"]}
 
 
 def steady(row: Row) -> bool:
     """Whether a training step's times differ from their middle by at most :data:`STEADY` of it."""
-    return row["ms_high"] - row["ms_low"] <= 2 * STEADY * row["ms"]
-
-
-def is_rival(contender: str) -> bool:
-    """Whether another library trains, and not plain JAX."""
-    return contender.partition("-")[0] not in ("jaxkern", "xla")
+    return "contender" not in row or row["ms_high"] - row["ms_low"] <= 2 * STEADY * row["ms"]
 
 
 def name_of(implementation: str) -> str:
@@ -318,9 +294,9 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
 
 def write_csv(rows: Sequence[Row], out: Path) -> None:
     """Timings as comma-separated values; what a column lacks is left empty, `kernels` is JSON."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = [name for name in COLUMNS if any(name in row for row in rows)]
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for row in rows:
             flat = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}

@@ -26,11 +26,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import program, timing
+from bench import processes, program, timing
 from bench.figures import CHOSEN
 from bench.measured import bytes_of
-from bench.processes import device
 from bench.program import Row
+from bench.timing import compiled
+from bench.train import jla_sizes, mamba_ssm_sizes
 from jaxkern.nn import mamba2, remat
 
 POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
@@ -42,9 +43,6 @@ SHAPES = ((8, 2048), (2, 8192))
 
 _TOLERANCE = 0.02
 """The largest relative error: of a handful of roundings to bf16 in a row, each 2⁻⁹."""
-
-_MIB = 2**20
-_MATRICES = ("in_proj", "out_proj")
 
 Call = Callable[[Any, Any], Any]
 """A layer: its parameters, and x (B, L, D) -> (B, L, D)."""
@@ -67,7 +65,7 @@ class Job:
         """The initial values of a block."""
         inits = mamba2.initializers(self.sizes)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
-        dtype = lambda name: jnp.bfloat16 if name in _MATRICES else jnp.float32
+        dtype = lambda name: jnp.bfloat16 if name in ("in_proj", "out_proj") else jnp.float32
         drawn = {n: init(keys[n], shape, dtype(n)) for n, (init, shape) in inits.items()}
         return mamba2.BLOCK.weights_from(drawn)
 
@@ -89,13 +87,7 @@ def _jla(sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
     import equinox as eqx
 
     ssm = importlib.import_module("jla.layers.ssm")
-    config = importlib.import_module("jla.models.config").SSMConfig(
-        d_state=sizes.d_state,
-        expand=sizes.expand,
-        head_dim=sizes.headdim,
-        n_groups=sizes.ngroups,
-        conv_size=sizes.d_conv,
-    )
+    config = importlib.import_module("jla.models.config").SSMConfig(**jla_sizes(sizes))
     make = lambda key: ssm.Mamba2(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
     layer = eqx.filter_eval_shape(make, jax.random.key(0))
     e = sizes.d_inner
@@ -141,9 +133,9 @@ def _both(call: Call) -> Callable[..., Any]:
 def _kept(call: Call, one: Any, params: Any, x: Any) -> int:
     """Bytes kept for the backward, from what two layers need beyond `one`, both compiled."""
     two = lambda params, x: call(params[1], call(params[0], x))
-    compiled = jax.jit(_both(two)).lower((params, params), x, x).compile()
+    both = compiled(_both(two), (params, params), x, x)
     temporary = lambda program: program.memory_analysis().temp_size_in_bytes
-    return temporary(compiled) - temporary(one) - bytes_of(x)
+    return temporary(both) - temporary(one) - bytes_of(x)
 
 
 def _measure_jax(job: Job) -> Row:
@@ -151,23 +143,19 @@ def _measure_jax(job: Job) -> Row:
     key = jax.random.key(0)
     weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
     params = jax.eval_shape(take, weights)
-    with device().compiling():
-        make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
-        arrange = jax.jit(take).lower(weights).compile()
-        forward = jax.jit(call).lower(params, x).compile()
-        both = jax.jit(_both(call)).lower(params, x, x).compile()
+    with processes.compiling():
+        make, draw = compiled(job.weights, key), compiled(job.activations, key)
+        arrange, forward = compiled(take, weights), compiled(call, params, x)
+        both = compiled(_both(call), params, x, x)
         kept = _kept(call, both, params, x)
         plain = _plain(job, weights, x)
-    with device():
+    with processes.alone():
         weights = make(key)
         params = arrange(weights)
         sets = [(params, draw(k), draw(d)) for k, d in _keys(x)]
         _check(both(*sets[0])[:2], plain(weights, *sets[0][1:])[:2])
-        times = [
-            timing.measure(forward, [of[:2] for of in sets], job.calls),
-            timing.measure(both, sets, job.calls),
-        ]
-    return _row(job, kept, *times)
+        timed = timing.measure(forward, [of[:2] for of in sets], job.calls)
+        return _row(job, kept, timed, timing.measure(both, sets, job.calls))
 
 
 def _plain(job: Job, weights: Any, x: Any) -> Any:
@@ -186,10 +174,7 @@ def _keys(x: Any) -> Iterator[Any]:
 def _check(got: Any, want: Any) -> None:
     """No speed from a wrong result."""
     for name, g, w in zip(("output", "gradient"), got, want, strict=True):
-        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
-        error = float(jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
-        if not error < _TOLERANCE:
-            raise RuntimeError(f"{name}: relative error {error:.1e} against plain JAX")
+        timing.agrees(name, timing.error(g, w), _TOLERANCE)
 
 
 # In PyTorch
@@ -201,15 +186,8 @@ def _of_mamba_ssm(sizes: mamba2.Sizes, weights: mamba2.Weights) -> Any:
 
     if importlib.util.find_spec("causal_conv1d") is None:
         raise RuntimeError("causal_conv1d is not installed, without which its layer is slower")
-    layer = importlib.import_module("mamba_ssm.modules.mamba2").Mamba2(
-        sizes.d_model,
-        d_state=sizes.d_state,
-        d_conv=sizes.d_conv,
-        expand=sizes.expand,
-        headdim=sizes.headdim,
-        ngroups=sizes.ngroups,
-        device="cuda",
-    )
+    make = importlib.import_module("mamba_ssm.modules.mamba2").Mamba2
+    layer = make(sizes.d_model, **mamba_ssm_sizes(sizes), device="cuda")
     given = {name: torch.from_dlpack(a) for name, a in weights._asdict().items() if a is not None}
     named = {
         "in_proj.weight": given["in_proj"].t(),
@@ -229,8 +207,8 @@ def _measure_torch(job: Job) -> Row:
 
     key = jax.random.key(0)
     weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
-    with device().compiling():
-        make, draw = (jax.jit(f).lower(key).compile() for f in (job.weights, job.activations))
+    with processes.compiling():
+        make, draw = compiled(job.weights, key), compiled(job.activations, key)
         plain = _plain(job, weights, x)
         weights = jax.block_until_ready(make(key))
         layer = _of_mamba_ssm(job.sizes, weights)
@@ -248,7 +226,7 @@ def _measure_torch(job: Job) -> Row:
             return out, *torch.autograd.grad(out, [x, *params], dout)
 
         sets = [(tensor(k), tensor(d).detach()) for k, d in _keys(x)]
-    with device():  # alone, as Triton chooses tiles by their times
+    with processes.alone():  # as Triton chooses tiles by their times
         got = [t.detach().contiguous() for t in both(*sets[0])[:2]]
         torch.cuda.synchronize()
         got = [jax.dlpack.from_dlpack(t) for t in got]
@@ -267,16 +245,15 @@ def _measure_torch(job: Job) -> Row:
 
 
 def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> Row:
-    us = lambda timed: round(1e3 * timed.median, 1)
     return {
         "layer": mamba2.BLOCK.name,
         "d_model": job.sizes.d_model,
         "batch": job.batch,
         "length": job.length,
         "implementation": job.contender,
-        "forward_us": us(forward),
-        "both_us": us(both),
-        "kept_mib": round(kept / _MIB, 1),
+        "forward_us": round(1e3 * forward.median, 1),
+        "both_us": round(1e3 * both.median, 1),
+        "kept_mib": round(kept / 2**20, 1),
         "kernels": len(both.kernels),
     }
 
@@ -286,29 +263,25 @@ def measure(job: Job) -> Row:
     return (_measure_torch if job.contender == "mamba_ssm" else _measure_jax)(job)
 
 
-def _small(width: int) -> mamba2.Sizes:
-    """Sizes for a run without a GPU."""
-    return mamba2.Sizes(width, d_state=16, headdim=16)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("layers", "layers")
-    p.add_argument("--d-model", action="append", type=int, help="repeat for more")
-    p.add_argument("--only", default=",".join(CONTENDERS), help="contenders, comma-separated")
-    p.add_argument("--calls", type=int, default=20, help="timed calls of each pass")
-    p.add_argument(
-        "--jobs", type=int, default=1, help="processes that compile; they measure in turn"
+    args = program.parsed(
+        "layers",
+        argv,
+        "layers",
+        d_model=([int], "the width"),
+        only=(",".join(CONTENDERS), "contenders, comma-separated"),
+        calls=(20, "timed calls of each pass"),
+        jobs=(1, "processes that compile; they measure in turn"),
     )
-    args = p.parse_args(argv)
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
+    small: Row = {} if gpu else {"d_state": 16, "headdim": 16}
     jobs = [
-        Job(name, mamba2.Sizes(width) if gpu else _small(width), batch, length, args.calls)
+        Job(name, mamba2.Sizes(width, **small), batch, length, args.calls)
         for width in args.d_model or (WIDTHS if gpu else (32,))
         for batch, length in (SHAPES if gpu else ((2, 64),))
         for name in args.only.split(",")
     ]
     clock = program.clock(gpu, "device time (CUPTI)")
     told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
-    report = program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)
-    return 1 if report["failed"] else 0
+    return program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)

@@ -3,14 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from bench.cases import MODELS, TABLE, case
+from bench import steps
+from bench.cases import MODELS, TABLE, case, optim
 from bench.cases.case import Shape
-from bench.cases.optim import Step, steps
+from bench.cases.optim import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +43,6 @@ class Case:
     def dtype(self) -> str:
         """The dtype of the data; matrices have it too, other parameters are float32."""
         return self.at.dtype
-
-    @property
-    def drawn(self) -> bool:
-        """Whether the result is random, and another library's another one."""
-        return self.of.drawn
 
     @property
     def differentiated(self) -> bool:
@@ -95,16 +91,11 @@ class Case:
             if c
         }
 
-    @property
-    def exponentials(self) -> int:
-        """Exponentials that each pass must take at least, where they may take longest."""
-        return case.total(self.of.forward.exponentials, self.sizes) if self.of.forward else 0
-
 
 def cases(small: bool) -> Sequence[Case | Step]:
     """All cases; `small` ones for a machine without a GPU, where no kernel is timed."""
     if small:
-        return [*(Case(of, of.small) for of in TABLE if of.small), *steps(small)]
+        return [*(Case(of, of.small) for of in TABLE if of.small), *optim.steps(small)]
     timed = {of.name: of for of in TABLE if of.shapes}
     every = [Case(of, at) for of in timed.values() for at in of.shapes]
     of_models = [
@@ -118,7 +109,32 @@ def cases(small: bool) -> Sequence[Case | Step]:
         if first is not one:
             both = first.models + one.models
             found[one.op, one.shape, one.dtype] = dataclasses.replace(first, models=both)
-    return [*found.values(), *steps(small)]
+    return [*found.values(), *optim.steps(small)]
+
+
+@functools.cache
+def named() -> dict[str, Case | Step]:
+    """The cases for a GPU by op, shape and dtype."""
+    return {f"{case.op} {case.shape} {case.dtype}": case for case in cases(small=False)}
+
+
+def passes(case: Case | Step) -> Callable[..., Any]:
+    """The kernels' program of a case: forward and backward, or an optimizer's step.
+
+    The kernel of a forward that nobody differentiates may be another one, and is there too.
+    """
+    if isinstance(case, Step):
+        init, run = steps.program(case, "mosaic")
+        return lambda *params: run(params, init(params), params)
+    forward = functools.partial(case.call, implementation="mosaic")
+    if not case.differentiated:
+        return forward
+
+    def both(*arrays: Any) -> Any:
+        out, backward = jax.vjp(forward, *arrays)
+        return forward(*arrays), out, backward(out)
+
+    return both
 
 
 def floating(grads: Sequence[Any]) -> list[Any]:

@@ -12,11 +12,10 @@ from typing import Any
 
 import jax
 
-from bench import timing
+from bench import processes, timing
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.measured import Case, bytes_of
-from bench.processes import device
 
 _MODULES = {
     "jax": "jax",
@@ -108,7 +107,7 @@ def measure_torch(
         return out.detach(), torch.autograd.grad(out, [t for t in args if t.requires_grad], dout)
 
     key, make = jax.random.key(0), jax.jit(case.arrays)
-    with device().compiling():
+    with processes.compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
         first = [_differentiable(t.detach().clone()) for t in tensors(arrays)]
@@ -116,7 +115,7 @@ def measure_torch(
         of_both = both(cotangent(out), *first)
         torch.cuda.synchronize()
         plain = jax.jit(lambda a: case.plain(*a)).lower(arrays).compile()
-    with device():
+    with processes.alone():
         got = of.give(out)
         if case.scalar:
             got = of.give(of_both[0]), list(of.back(*of_both[1]))
@@ -165,7 +164,7 @@ def measure_torch_step(step: Step, calls: int) -> timing.Timing:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    with device():
+    with processes.alone():
         draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
         params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
         for p in params:

@@ -108,8 +108,8 @@ class _Worker:
 
 
 def _work(f: Callable[..., Any], pipe: Any, shared: "Shared") -> None:
-    global _device
-    _device = shared
+    global _shared
+    _shared = shared
     while True:
         pipe.send(_attempt(f, pipe.recv()))
 
@@ -125,23 +125,14 @@ def _attempt(f: Callable[..., Any], task: Task) -> Any:
             jax.clear_caches()
 
 
-def device() -> "Alone | Shared":
-    """The device of this process, held while it is used."""
-    return _device
+def alone() -> Any:
+    """A context in which the device is this process's own."""
+    return _shared or contextlib.nullcontext()
 
 
-class Alone:
-    """The device of a process that shares it with no other."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def compiling(self) -> Any:
-        """A context in which programs are compiled."""
-        return contextlib.nullcontext()
+def compiling() -> Any:
+    """A context in which programs are compiled, and others compile theirs."""
+    return _shared.compiling() if _shared else contextlib.nullcontext()
 
 
 class Shared:
@@ -181,4 +172,5 @@ class Shared:
                 self._changed.notify_all()
 
 
-_device: Alone | Shared = Alone()
+_shared: Shared | None = None
+"""The device of a process that shares it with others."""

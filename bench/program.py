@@ -24,8 +24,6 @@ COMMANDS = {
     "decode": "time decoding with the language model",
     "devices": "time training steps and sequences that several GPUs share",
     "accuracy": "measure errors against float64",
-    "precision": "train the language model in fp32, bf16 and fp16, and compare the losses",
-    "curves": "train by kernels in bf16 and by plain JAX in fp32, and compare the losses",
     "first_step": "time a training run to its first step",
     "checkpoints": "time training steps with and without checkpoints",
     "aot": "compile ops and training steps for GPUs that are not there, beside committed figures",
@@ -33,26 +31,51 @@ COMMANDS = {
     "modules": "compare the kernels before and after a change of the source",
     "report": "renew bench/report.md, pictures, and the figures of README and of the guides",
 }
-"""The commands, each a module of this package with a ``main(argv)``, and what they do."""
+"""The commands and what they do."""
 
-RUNS = ("precision", "curves", "first_step", "checkpoints")
-"""The commands that are functions of :mod:`bench.runs`."""
+ELSEWHERE = {"decode": "train", "checkpoints": "train", "first_step": "devices"}
+"""The modules of commands that are functions of their names; others are a module's ``main``."""
 
 Row = dict[str, Any]
 
 
-def parser(command: str, result: str = "") -> argparse.ArgumentParser:
-    """The parser of a command; of one that writes a `result`, with the options of that file."""
+def parsed(
+    command: str, argv: Sequence[str] | None, result: str = "", /, **options: Any
+) -> argparse.Namespace:
+    """The options of a command by name; ``error(why)`` refuses them.
+
+    Args:
+      command: of :data:`COMMANDS`.
+      argv: the words behind it.
+      result: the end of the name of the file that it writes, if it writes one.
+      options: of each the default, or its type where there is none, in a list where the option can
+        be repeated; help; and perhaps the words to choose from.
+    """
+    told = COMMANDS[command]
     p = argparse.ArgumentParser(
         prog=f"python -m bench {command}",
-        description=f"{COMMANDS[command][0].upper()}{COMMANDS[command][1:]}.",
+        description=f"{told[0].upper()}{told[1:]}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    if command == "run":
+        p.epilog = f"Other commands: {', '.join([*COMMANDS][1:])}; python -m bench COMMAND --help."
     if result:
-        p.add_argument("--commit", default="", help="what to call this tree, where git cannot tell")
-        name = f"bench/results/<device>-{result}.json"
-        p.add_argument("--out", type=Path, help=f"JSON file ({name})")
-    return p
+        file = f"JSON file (bench/results/<device>-{result}.json)"
+        options["commit"] = "", "what to call this tree, where git cannot tell"
+        options["out"] = Path, file
+    for name, (given, told, *choices) in options.items():
+        how: Row = {"choices": choices} if choices else {}
+        if isinstance(given, list):
+            how |= {"action": "append", "type": given[0]}
+            told += "; repeat for more"
+        elif isinstance(given, bool):
+            how["action"] = "store_true"
+        else:
+            how |= {"type": given} if isinstance(given, type) else {"default": given}
+            how.setdefault("type", type(given))
+        p.add_argument(f"--{name.replace('_', '-')}", help=told, **how)
+    p.set_defaults(error=p.error)
+    return p.parse_args(argv)
 
 
 def measured(
@@ -63,45 +86,55 @@ def measured(
     about: Row,
     tell: Callable[[Any, Row], str],
     finish: Callable[[list[Row]], Row] = lambda rows: {"rows": rows},
+    end: Callable[[Row], Sequence[str]] = lambda report: (),
     **how: Any,
-) -> Row:
+) -> int:
     """Measures jobs, prints each, and writes the report whenever one is done.
 
     A run that is stopped keeps its rows.
 
     Args:
-      args: with ``commit`` and ``out`` of :func:`parser`.
+      args: with ``commit`` and ``out`` of :func:`parsed`.
       result: the end of the file's name.
       measure: gives the row of a job, or its rows; a function of a module.
       work: what to measure, no two alike; ``str`` names one.
       about: what the report has besides: the clock, settings.
       tell: the line for a row of a job.
-      finish: what becomes of all rows in the report.
+      finish: what becomes of all rows in the report, which are in the order of `work`.
+      end: the lines for the report.
       how: options of :func:`bench.processes.each`.
 
     Returns:
-      The report, with the rows in the order of `work` and why others ``failed``.
+      The command's status: 1 where a job failed, which the report has, too.
     """
     report = machine(args.commit) | about | {"failed": [], "rows": []}
     found: dict[Any, Any] = dict.fromkeys(work, Failed("the run was stopped"))
     for (job,), rows in each(measure, [(job,) for job in work], **how):
         found[job] = [rows] if isinstance(rows, dict) else rows
-        if isinstance(rows, Failed):
-            print(f"{job}: {rows}", flush=True)
-        else:
-            print(*(tell(job, row) for row in found[job]), sep="\n", flush=True)
+        failed = isinstance(rows, Failed)
+        lines = [f"{job}: {rows}"] if failed else [tell(job, row) for row in found[job]]
+        print(*lines, sep="\n", flush=True)
         report["failed"] = [f"{job}: {v}" for job, v in found.items() if isinstance(v, Failed)]
         done = [row for rows in found.values() if not isinstance(rows, Failed) for row in rows]
         report |= finish(done) if done else {}
         out = write(report, args.out, result)
-    print(f"wrote {out}")
-    return report
+    print(*end(report), f"wrote {out}", sep="\n")
+    return 1 if report["failed"] else 0
 
 
-def share_device(jobs: int) -> None:
-    """Has several processes share the device's memory; called before JAX takes hold of it."""
+def share_device(jobs: int, one: bool = True) -> None:
+    """Says how much of the devices this process and those that it starts take; before JAX does.
+
+    Args:
+      jobs: how many of these there are; several share the device's memory.
+      one: whether they see one GPU alone, the first. PyTorch and JAX hand arrays on by a process's
+        current device, which JAX leaves at the last one that it sees.
+    """
     if jobs > 1:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    if one:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
 
 
 def machine(commit: str) -> Row:

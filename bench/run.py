@@ -9,11 +9,9 @@ the program needs beside its arguments and results; `kernels` tells how often a 
 For PyTorch's the first two of these are 0, and the third, by its allocator, but for ``"both"``.
 """
 
-import argparse
 import dataclasses
 import functools
 import gc
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -23,13 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench import peers, program, steps, timing
+from bench import peers, processes, program, steps, timing
 from bench.cases import MODELS
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.figures import write_csv
 from bench.measured import Case, bytes_of, cases, floating
-from bench.processes import device
 from bench.program import Row
 
 IMPLEMENTATIONS = ("mosaic", "xla", "auto")
@@ -55,7 +52,7 @@ class _Program:
 
     def __init__(self, f: Callable[..., Any], *shapes: Any):
         start = time.perf_counter()
-        self.run = jax.jit(f).lower(*shapes).compile()
+        self.run = timing.compiled(f, *shapes)
         self.compile_s = time.perf_counter() - start
 
     def row(self, told: Callable[..., Row], direction: str, sets: Any, calls: int) -> Row:
@@ -98,7 +95,7 @@ def measure_case(
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
     of_both = of_save = of_backward = None
-    with device().compiling():
+    with processes.compiling():
         of_call, of_plain = _Program(of.call, *shapes), _Program(case.plain, *given).run
         make, cotangent = _Program(case.arrays, key).run, _Program(normal, key).run
         if case.differentiated:
@@ -110,11 +107,11 @@ def measure_case(
         told = jax.eval_shape(both, shapes, out) if case.scalar else out
         compare = _Program(differ, told, jax.eval_shape(case.plain, *given)).run
     row = functools.partial(_row, case, implementation, ceilings)
-    with device():
+    with processes.alone():
         sets = [tuple(of.take(*make(k))) for k in keys]
         with_dout = [(arrays, cotangent(k)) for arrays, k in zip(sets, keys, strict=True)]
         got = of_both.run(*with_dout[0]) if case.scalar and of_both else of_call.run(*sets[0])
-        _check(case, compare(got, of_plain(*make(keys[0]))))
+        timing.agrees(f"{case.op} {case.shape}", compare(got, of_plain(*make(keys[0]))))
         del got
         rows = [of_call.row(row, "forward", sets, calls)]
         if of_both:
@@ -139,7 +136,8 @@ def measure(job: Job) -> list[Row]:
             return [row("step", timed) | told]
         if peers.is_torch(name):
             compare = jax.jit(functools.partial(_error, drawn=case.of.drawn))
-            check = lambda got, want: _check(case, compare(got, want))
+            what = f"{case.op} {case.shape}"
+            check = lambda got, want: timing.agrees(what, compare(got, want))
             times = peers.measure_torch(case, name, job.calls, check)
             return [row(d, timed) | {"temp_bytes": b} for d, (timed, b) in times.items()]
         return measure_case(case, name, job.ceilings, job.calls)
@@ -192,54 +190,32 @@ def _error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
     """
     errors = []
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        g, w = g.astype(jnp.float32), w.astype(jnp.float32)
         weight = 100 if w.ndim == 0 else 1
-        g, w = (jnp.linalg.norm(g), jnp.linalg.norm(w)) if drawn else (g, w)
-        errors.append(weight * jnp.linalg.norm(g - w) / jnp.linalg.norm(w))
+        norms = (jnp.linalg.norm(v.astype(jnp.float32)) for v in (g, w))
+        errors.append(weight * (timing.error(*norms) if drawn else timing.error(g, w)))
     return jnp.max(jnp.stack(errors))
-
-
-def _check(case: Case, error: Any) -> None:
-    """No speed from a wrong result: the first call must agree with plain JAX."""
-    if not float(error) < 1e-2:
-        what = f"{case.op} {case.shape}"
-        raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
 
 
 _MOST = 4
 """The most tasks of one process: starting one takes long, and it keeps memory."""
 
 
-def _parser() -> argparse.ArgumentParser:
-    p = program.parser("run", "<ops>")
-    others = [name for name in program.COMMANDS if name != "run"]
-    p.epilog = f"Other commands: {', '.join(others)}; python -m bench COMMAND --help."
-    p.add_argument("--op", action="append", help="only this op; repeat for more")
-    p.add_argument("--shape", action="append", help="only this shape, as the table writes it")
-    p.add_argument(
-        "--model",
-        action="append",
-        choices=list(MODELS),
-        help="only shapes of this model's ops; repeat for more",
-    )
-    p.add_argument(
-        "--vs",
-        default=",".join(["xla", *peers.installed()]),
-        help="whom to time beside mosaic, comma-separated: xla and peers that are installed",
-    )
-    p.add_argument("--calls", type=int, default=30, help="timed calls a measurement")
-    p.add_argument(
-        "--jobs",
-        type=int,
-        default=1,
-        help="processes that compile; they time in turn, but their compile times are of no use",
-    )
-    p.add_argument("--csv", type=Path, help="also write the timings here, comma-separated")
-    return p
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    args = program.parsed(
+        "run",
+        argv,
+        "<ops>",
+        op=([str], "only this op"),
+        shape=([str], "only this shape, as the table writes it"),
+        model=([str], "only shapes of this model's ops", *MODELS),
+        vs=(
+            ",".join(["xla", *peers.installed()]),
+            "whom to time beside mosaic, comma-separated: xla and peers that are installed",
+        ),
+        calls=(30, "timed calls a measurement"),
+        jobs=(1, "processes that compile, and time in turn; compile times are of no use then"),
+        csv=(Path, "also write the timings here, comma-separated"),
+    )
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
     known = list(enumerate(cases(small=not gpu)))
@@ -251,37 +227,38 @@ def main(argv: list[str] | None = None) -> int:
         and (not args.model or set(args.model) & set(getattr(case, "models", ())))
     }
     if args.model and not gpu:
-        print("bench: error: the shapes of a --model are for a GPU; leave it out", file=sys.stderr)
-        return 2
+        args.error("the shapes of a --model are for a GPU; leave it out")
     if not chosen:
-        names = ", ".join(sorted({f"{case.op} {case.shape}" for _, case in known}))
-        print(f"bench: error: no such case; there are: {names}", file=sys.stderr)
-        return 2
-    ceilings = timing.Ceilings.measured(
-        any(operations for case in chosen.values() for _, operations in case.costs.values())
-    )
+        names = sorted({f"{case.op} {case.shape}" for _, case in known})
+        args.error(f"no such case; there are: {', '.join(names)}")
+    operations = (of for case in chosen.values() for _, of in case.costs.values())
+    ceilings = timing.Ceilings.measured(any(operations))
     about = program.clock(gpu, "device time (CUPTI), cold L2")
-    copy, products = round(ceilings.copy / 1e9, 1), _short(ceilings.products * 1e-12)
-    told = f", products {products:.1f} TFLOP/s" if products else ""
+    about["copy_gb_s"] = round(ceilings.copy / 1e9, 1)
+    if ceilings.products:
+        about["product_tflop_s"] = _short(ceilings.products * 1e-12)
+    told = ", ".join(f"{name} {value}" for name, value in about.items())
     print(
-        f"JAX {jax.__version__}, copy {copy:.0f} GB/s{told}, {about['clock']}\n"
+        f"JAX {jax.__version__}, {told}\n"
         f"{'op':24}{'shape':24}{'dtype':10}{'pass':10}{'runs':8}{'us':>10}{'±':>8}{'% copy':>8}"
         f"{'TFLOP/s':>9}{'% max':>6}{'temp MB':>9}{'compile s':>11}{'first ms':>10}",
         flush=True,
     )
-    about |= {"copy_gb_s": copy} | ({"product_tflop_s": products} if products else {})
     jobs = [
         Job(index, f"{case.op:24}{case.shape:24}{case.dtype:10}", name, ceilings, args.calls)
         for index, case in chosen.items()
         for name in (*["mosaic"] * gpu, *filter(None, args.vs.split(",")))
         if _is_timed(case, name)
     ]
+
+    def end(report: Row) -> list[str]:
+        if args.csv:
+            write_csv(report["rows"], args.csv)
+        return [f"wrote {args.csv}"] if args.csv else []
+
     ops = "-".join(sorted({case.op for case in chosen.values()}))
-    report = program.measured(args, ops, measure, jobs, about, _line, jobs=args.jobs, most=_MOST)
-    if args.csv:
-        write_csv(report["rows"], args.csv)
-        print(f"wrote {args.csv}")
-    return 1 if report["failed"] else 0
+    how = {"jobs": args.jobs, "most": _MOST, "end": end}
+    return program.measured(args, ops, measure, jobs, about, _line, **how)
 
 
 def _is_timed(case: Case | Step, name: str) -> bool:

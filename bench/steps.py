@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import optax
 
 import jaxkern
-from bench import timing
+from bench import processes, timing
 from bench.cases.optim import Step, normal_of_shape
-from bench.processes import device
 from jaxkern.precision import StaticLossScale
 
 _RATE, _DECAY = 1e-3, 0.1
@@ -32,25 +31,21 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     loss_scale = StaticLossScale(1024.0)
     if step.op == "scale_gradients":
         scale = functools.partial(jaxkern.scale_gradients, implementation=implementation)
-        return lambda params: jnp.array(True), lambda grads, state, params: scale(
-            params, loss_scale
-        )
+        finite = lambda params: jnp.array(True)
+        return finite, lambda grads, state, params: scale(params, loss_scale)
     decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     if name != "optax":
-        tx = jaxkern.fused_adamw(
-            _RATE, weight_decay=_DECAY, mask=decays, implementation=implementation, **step.options
-        )
+        how = {"mask": decays, "implementation": implementation, **step.options}
+        tx = jaxkern.fused_adamw(_RATE, weight_decay=_DECAY, **how)
         given = loss_scale if step.scaled else None
-        if name == "update":
 
-            def two_passes(grads: Any, state: Any, params: Any) -> Any:
+        def apply(grads: Any, state: Any, params: Any) -> Any:
+            if name == "update":
                 updates, state = tx.update(grads, state, params, loss_scale=given)
                 return optax.apply_updates(params, updates), state
+            return jaxkern.apply(tx, grads, state, params, loss_scale=given)
 
-            return tx.init, two_passes
-        return tx.init, lambda grads, state, params: jaxkern.apply(
-            tx, grads, state, params, loss_scale=given
-        )
+        return tx.init, apply
     tx: Any = optax.adamw(_RATE, weight_decay=_DECAY, mask=decays)
     if "clip_norm" in step.options:
         tx = optax.chain(optax.clip_by_global_norm(step.options["clip_norm"]), tx)
@@ -88,16 +83,17 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
     shapes = jax.eval_shape(step.arrays, jax.random.key(0))
     states = jax.eval_shape(init, shapes)
     key = jax.random.key(0)
-    with device().compiling():
+    with processes.compiling():
         draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
-        begin = jax.jit(init).lower(shapes).compile()
+        begin = timing.compiled(init, shapes)
         start = time.perf_counter()
         compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
         seconds = time.perf_counter() - start
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
-    with device():
-        check(step, *(f() for f in change))
+    with processes.alone():
+        got, want = (f() for f in change)
+        timing.agrees(f"{step.op} {step.shape}", timing.error(got, want))
         grads, params = (step.arrays(jax.random.key(i), draw) for i in range(2))
         held: list[Any] = [params, begin(params)]
         del params
@@ -125,12 +121,4 @@ def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:
         weights = state[0] if name == "optax" and state[0] is not None else weights
         return flat(weights)[: flat(params).size] - flat(params)
 
-    return jax.jit(changes).lower().compile()
-
-
-def check(step: Step, got: jax.Array, want: jax.Array) -> None:
-    """That changes are those of plain JAX."""
-    error = float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
-    if not error < 1e-2:
-        what = f"{step.op} {step.shape}"
-        raise RuntimeError(f"{what}: relative error {error:.1e} against plain JAX")
+    return timing.compiled(changes)

@@ -43,6 +43,23 @@ class Timing:
         )
 
 
+def compiled(f: Callable[..., Any], *shapes: Any) -> Any:
+    """The program of `f` for arguments of these shapes."""
+    return jax.jit(f).lower(*shapes).compile()
+
+
+def error(got: jax.Array, want: jax.Array) -> jax.Array:
+    """The relative error of an array, in the norm."""
+    got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.linalg.norm(got - want) / jnp.linalg.norm(want)
+
+
+def agrees(what: str, error: Any, limit: float = 1e-2) -> None:
+    """No speed from a wrong result: raises where its relative error is `limit` or more."""
+    if not float(error) < limit:
+        raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
+
+
 def on_gpu() -> bool:
     return jax.default_backend() == "gpu"
 
@@ -137,7 +154,7 @@ def product_rate() -> float:
     n, dtype = (8192, jnp.bfloat16) if on_gpu() else (512, jnp.float32)
     draw = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (2, n, n), dtype))
     sets = [tuple(draw(i)) for i in range(2)]
-    product = jax.jit(jnp.matmul).lower(*sets[0]).compile()
+    product = compiled(jnp.matmul, *sets[0])
     return 2 * n**3 / (measure(product, sets, calls=20).median * 1e-3)
 
 
@@ -145,5 +162,5 @@ def copy_bandwidth() -> float:
     """Bytes per second of the fastest read-and-write of a large array, both counted."""
     size = 1 << 30 if on_gpu() else 1 << 24
     sets = [(jnp.full((size // 4,), i, jnp.float32),) for i in range(2)]
-    plus_one = jax.jit(lambda x: x + 1).lower(*sets[0]).compile()
+    plus_one = compiled(lambda x: x + 1, *sets[0])
     return 2 * size / (measure(plus_one, sets, calls=20).median * 1e-3)

@@ -21,9 +21,23 @@ contender's own kernels compute again in the backward.
 Each trains in a process of its own, one after the other. The host is a step ahead of the device, as
 in training, and a step takes from the end of the one before to its own end. The tokens have a
 skewed distribution, token i with probability ~ 1/(i + 1), so that a loss that does not fall shows a
-contender that does not learn. ``--vocab`` says how many there are, 50280 in the papers, and
-``--documents`` packs documents of that mean length, which only jaxkern's model keeps apart. A batch
+contender that does not learn. ``--vocab`` says how many there are, 50280 in the papers. A batch
 that does not fit in memory is halved, in JAX.
+
+``python -m bench decode`` times decoding. A contender continues B prompts of one length at once,
+each time with the likeliest token, after initial weights of the preset's shape with the vocabulary
+of the Mamba papers.
+
+    jaxkern       what ``jaxkern sample`` runs: weights, states and products in fp32
+    jaxkern-bf16  the same with weights and products in bf16
+    mamba_ssm     its MambaLMHeadModel in bf16, by its generate with cg=True: a step is a CUDA graph
+    transformers  its model of the same layout in bf16, by its generate, as it comes
+
+Each preset is decoded by each contender in a process of its own, one after the other. Of every
+batch it first decodes once what is timed, which compiles it. *First token* is the time from the
+prompts, on the host, to one token after each, there too; jaxkern decodes 16 before it gives the
+first. Tokens per second are of all rows together, those after the first, by the difference of two
+times: that to the last token and that to the first.
 """
 
 import dataclasses
@@ -34,9 +48,14 @@ import importlib.util
 import itertools
 import math
 import os
+import re
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,9 +66,11 @@ from flax import nnx
 import jaxkern
 from bench import program, timing
 from bench.program import Row
+from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
+from jaxkern.lm.hf_layouts import layout_of
 from jaxkern.lm.memory import check_memory
-from jaxkern.lm.model import MambaLM, Options, count_params, decayed
+from jaxkern.lm.model import MambaLM, Options, count_params, decayed, initial_params
 from jaxkern.lm.step import compiler_options, loss_fn, make_model
 from jaxkern.nn import mamba2
 from jaxkern.precision import Policy
@@ -73,7 +94,6 @@ class Job:
       steps: to time.
       warmup: steps before them.
       vocab_size: tokens that there are, where not the preset's.
-      document: the mean length of documents that are packed and kept apart; ``None`` for none.
     """
 
     contender: str
@@ -83,7 +103,6 @@ class Job:
     steps: int
     warmup: int
     vocab_size: int | None = None
-    document: int | None = None
 
     def __str__(self) -> str:
         return f"{self.contender}, {self.name}, length {self.length}"
@@ -92,8 +111,7 @@ class Job:
     def name(self) -> str:
         """The model's."""
         vocabulary = "" if self.vocab_size is None else f", vocabulary {self.vocab_size:,}"
-        packed = "" if self.document is None else f", documents of {self.document:,}"
-        return f"{self.preset}{vocabulary}{packed}"
+        return f"{self.preset}{vocabulary}"
 
     @property
     def model(self) -> ModelConfig:
@@ -135,18 +153,9 @@ def draw(job: Job, batch: int) -> list[np.ndarray]:
     return [rng.choice(len(p), shape, p=p).astype(np.int32) for _ in range(BATCHES)]
 
 
-def draw_documents(job: Job, batch: int) -> list[dict[str, np.ndarray]]:
-    """Ends of a batch's documents: ``segment_ids`` (batch, length + 1), or nothing."""
-    if job.document is None:
-        return [{}] * BATCHES
-    rng = np.random.default_rng(1)
-    begins = rng.random((BATCHES, batch, job.length + 1)) < 1 / job.document
-    return [{"segment_ids": ids} for ids in np.cumsum(begins, axis=-1, dtype=np.int32)]
-
-
 Model = tuple[Callable[[], Any], Callable[..., jax.Array], Callable[[Any], Any]]
-"""A model in JAX: what gives its parameters; the loss of these and of windows (B, length + 1), of
-jaxkern's model also with `segment_ids`; and the optimizer's mask."""
+"""A model in JAX: what gives its parameters; the loss of these and of windows (B, length + 1); and
+the optimizer's mask."""
 
 
 def _own_model(job: Job, implementation: Any, how: str) -> Model:
@@ -157,22 +166,32 @@ def _own_model(job: Job, implementation: Any, how: str) -> Model:
     return init, functools.partial(loss_fn, graphdef), decayed
 
 
+def mamba_ssm_sizes(sizes: Any) -> Row:
+    """The sizes of a block of Mamba or Mamba-2 by the names of mamba_ssm, but for the width."""
+    names = ["d_state", "d_conv", "expand"]
+    names += ["headdim", "ngroups"] if isinstance(sizes, mamba2.Sizes) else []
+    return {name: getattr(sizes, name) for name in names}
+
+
+def jla_sizes(sizes: Any) -> Row:
+    """The same by the names of jax-linear-attention."""
+    names = {"d_conv": "conv_size", "headdim": "head_dim", "ngroups": "n_groups"}
+    return {names.get(name, name): size for name, size in mamba_ssm_sizes(sizes).items()}
+
+
 def _jla_model(job: Job, how: str) -> Model:
     import equinox as eqx
 
     of = {name: importlib.import_module(f"jla.{name}") for name in ("models", "training.step")}
     config = importlib.import_module("jla.models.config")
-    m, sizes = job.model, job.model.sizes
-    shape = {"d_state": sizes.d_state, "conv_size": sizes.d_conv, "expand": sizes.expand}
-    if isinstance(sizes, mamba2.Sizes):
-        shape |= {"head_dim": sizes.headdim, "n_groups": sizes.ngroups}
+    m = job.model
     model_config = config.ModelConfig(
         vocab_size=m.vocab_size,
         d_model=m.d_model,
         n_layers=m.n_layers,
         d_ff=0,
         attention=config.AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=64),  # unused
-        ssm=config.SSMConfig(**shape),
+        ssm=config.SSMConfig(**jla_sizes(m.sizes)),
         layer_types=({"mamba": "mamba1", "mamba2": "mamba2"}[m.block.name],) * m.n_layers,
         mlp_types=("none",) * m.n_layers,
         norm_eps=1e-5,
@@ -208,8 +227,8 @@ def of_jax(job: Job) -> Trainer:
         params = weights()
         return params, tx.init(params)
 
-    def step(params: Any, state: Any, windows: Any, documents: dict[str, Any]) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(params, windows, **documents)
+    def step(params: Any, state: Any, windows: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(params, windows)
         return *jaxkern.apply(tx, grads, state, params), loss
 
     device = jax.local_devices()[0]
@@ -218,9 +237,8 @@ def of_jax(job: Job) -> Trainer:
     batch = job.batch
     while True:
         windows = jax.ShapeDtypeStruct((batch, job.length + 1), jnp.int32)
-        documents = dict.fromkeys(draw_documents(job, 1)[0], windows)
         start = time.perf_counter()
-        lowered = program.lower(*jax.eval_shape(init), windows, documents)
+        lowered = program.lower(*jax.eval_shape(init), windows)
         if implementation == "xla" and "mosaic_gpu" in lowered.as_text():
             raise RuntimeError("there is a kernel in the program of plain JAX")
         compiled = lowered.compile()
@@ -234,11 +252,10 @@ def of_jax(job: Job) -> Trainer:
             batch //= 2
     held = list(jax.jit(init)())
     parameters = count_params(held[0])
-    drawn = zip(draw(job, batch), draw_documents(job, batch), strict=True)
-    batches = [jax.device_put(each, device) for each in drawn]
+    batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
 
     def advance(i: int) -> Any:
-        *held[:], loss = compiled(*held, *batches[i % BATCHES])
+        *held[:], loss = compiled(*held, batches[i % BATCHES])
         return loss
 
     def told() -> Row:
@@ -260,16 +277,12 @@ def mamba_ssm_model(m: ModelConfig, dtype: Any) -> Any:
 
     models = importlib.import_module("mamba_ssm.models.mixer_seq_simple")
     torch.manual_seed(0)
-    sizes = m.sizes
     mixer: Row = {"layer": {"mamba": "Mamba1", "mamba2": "Mamba2"}[m.block.name]}
-    mixer |= {"d_state": sizes.d_state, "d_conv": sizes.d_conv, "expand": sizes.expand}
-    if isinstance(sizes, mamba2.Sizes):
-        mixer |= {"headdim": sizes.headdim, "ngroups": sizes.ngroups}
     config = models.MambaConfig(
         d_model=m.d_model,
         n_layer=m.n_layers,
         vocab_size=m.vocab_size,
-        ssm_cfg=mixer,
+        ssm_cfg=mixer | mamba_ssm_sizes(m.sizes),
         rms_norm=True,
         residual_in_fp32=True,
         fused_add_norm=True,
@@ -352,8 +365,6 @@ def product_operations(model: ModelConfig) -> int:
 
 def measure(job: Job) -> Row:
     """Trains, and returns the row."""
-    if job.document is not None and job.contender.startswith(_PEERS):
-        raise ValueError(f"the model of {job.contender} does not keep documents apart")
     trainer = (of_torch if job.contender == "mamba_ssm" else of_jax)(job)
     started, ends = [], []
     for i in range(job.warmup + job.steps):
@@ -399,25 +410,21 @@ def _told(job: Job, row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    p = program.parser("train", "lm")
-    p.add_argument("--preset", action="append", help="repeat for more (130m; without a GPU tiny)")
-    p.add_argument(
-        "--length", action="append", type=int, help="repeat for more (2048; without a GPU 64)"
+    args = program.parsed(
+        "train",
+        argv,
+        "lm",
+        preset=([str], "the model's shape (130m; without a GPU tiny)"),
+        length=([int], "tokens of a sequence (2048; without a GPU 64)"),
+        vs=(",".join(found_peers(OTHERS)), "whom to train beside, comma-separated"),
+        only=(str, "contenders, comma-separated, where not jaxkern and --vs"),
+        tokens=(int, "a step (16384; without a GPU 512)"),
+        vocab=(int, "tokens that there are, where not the preset's"),
+        steps=(20, "to time"),
+        steps_xla=(10, "to time on plain JAX"),
+        warmup=(3, "steps before them, at least one"),
+        limit=(480.0, "seconds for a contender"),
     )
-    p.add_argument(
-        "--vs", default=",".join(found_peers(OTHERS)), help="whom to train beside, comma-separated"
-    )
-    p.add_argument("--only", help="contenders, comma-separated, where not jaxkern and --vs")
-    p.add_argument("--tokens", type=int, help="a step (16384; without a GPU 512)")
-    p.add_argument("--vocab", type=int, help="tokens that there are, where not the preset's")
-    p.add_argument(
-        "--documents", type=int, help="mean length of documents that are packed and kept apart"
-    )
-    p.add_argument("--steps", type=int, default=20, help="to time")
-    p.add_argument("--steps-xla", type=int, default=10, help="to time on plain JAX")
-    p.add_argument("--warmup", type=int, default=3, help="steps before them, at least one")
-    p.add_argument("--limit", type=float, default=480, help="seconds for a contender")
-    args = p.parse_args(argv)
     program.share_device(2)  # this process trains nothing, and of the others one at a time
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
@@ -431,14 +438,250 @@ def main(argv: Sequence[str] | None = None) -> int:
             steps=args.steps_xla if name.startswith("xla") else args.steps,
             warmup=max(1, args.warmup),
             vocab_size=args.vocab,
-            document=args.documents,
         )
         for preset in args.preset or ["130m" if gpu else "tiny"]
         for length in args.length or [2048 if gpu else 64]
         for name in names
     ]
-    clock = program.clock(gpu, "wall-clock time of steps")
-    report = program.measured(
-        args, "lm", measure, jobs, clock, _told, apart=True, most=1, limit=args.limit
+    clock, how = program.clock(gpu, "wall-clock time of steps"), {"apart": True, "most": 1}
+    return program.measured(args, "lm", measure, jobs, clock, _told, limit=args.limit, **how)
+
+
+# What checkpoints cost
+
+_REPORT = re.compile(r"step +(\d+)/\d+ · loss")
+
+
+def reports(flags: Row, folder: Path) -> dict[int, float]:
+    """When ``jaxkern train`` reported each step that it reports, in seconds."""
+    words = [str(word) for flag in flags.items() for word in flag]
+    command = [sys.executable, "-u", "-m", "jaxkern", "train", *words, "--out", str(folder)]
+    seen: dict[int, float] = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout or ():
+            if found := _REPORT.match(line):
+                seen[int(found[1])] = time.perf_counter()
+    if process.returncode:
+        raise RuntimeError(f"jaxkern train ended with status {process.returncode}")
+    return seen
+
+
+def _step_ms(flags: Row, run: tuple[int, int]) -> Row:
+    """The time of a step, by the first report after everything was run and the last but one."""
+    first, last = flags["--log-every"], flags["--steps"] - flags["--log-every"]
+    with tempfile.TemporaryDirectory() as folder:
+        seen = reports(flags | {"--checkpoint-every": run[1]}, Path(folder) / "run")
+    ms = 1e3 * (seen[last] - seen[first]) / (last - first)
+    return {"preset": flags["--preset"], "checkpoints": run[1] < flags["--steps"], "ms": ms}
+
+
+def checkpoint_share(rows: list[Row]) -> Row:
+    """The rows, and the percentage of the time that checkpoints take, by the best of each kind."""
+    best = {row["checkpoints"]: row["ms"] for row in sorted(rows, key=lambda row: -row["ms"])}
+    told = {"percent": round(100 * (best[True] / best[False] - 1), 2)} if len(best) == 2 else {}
+    return told | {"rows": rows}
+
+
+def checkpoints(argv: list[str] | None = None) -> int:
+    """Runs ``python -m bench checkpoints``: compares the time between two reports of a run."""
+    args = program.parsed(
+        "checkpoints",
+        argv,
+        "checkpoints",
+        preset=("130m", "the model's shape"),
+        every=(100, "steps between two checkpoints"),
+        count=(4, "checkpoints that are timed"),
+        log_every=(50, "steps between two reports"),
+        repeats=(2, "runs of each kind, in turn"),
     )
-    return 1 if report["failed"] else 0
+    if args.every % args.log_every or args.every < 2 * args.log_every:
+        args.error(f"--every must be twice --log-every or another multiple; got {args.every}")
+    program.share_device(2, one=False)  # this process trains nothing
+    steps = args.count * args.every + 2 * args.log_every
+    gpu = timing.on_gpu()
+    flags: Row = {"--preset": args.preset, "--mixed-precision": "bf16" if gpu else "fp32"}
+    flags |= {"--steps": steps, "--log-every": args.log_every, "--eval-every": steps}
+    clock = program.clock(gpu, "wall-clock time of steps")
+    told = f"a checkpoint every {args.every} steps takes {{percent}}% of the time".format_map
+    return program.measured(
+        args,
+        "checkpoints",
+        functools.partial(_step_ms, flags | {"--eval-batches": 1}),
+        [*itertools.product(range(args.repeats), (args.every, steps))],
+        clock | {"every": args.every, "count": args.count},
+        lambda run, row: f"a checkpoint every {run[1]} of {steps} steps: {row['ms']:.3f} ms a step",
+        checkpoint_share,
+        lambda report: [told(report)] if "percent" in report else [],
+    )
+
+
+# Decoding
+
+DECODERS = ("jaxkern-bf16", "mamba_ssm", "transformers")
+_PRECISIONS = {"jaxkern": "fp32", "jaxkern-bf16": "params=bfloat16,compute=bfloat16,output=float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """A model to decode, and the library that does it.
+
+    Attributes:
+      contender: who decodes.
+      preset: the model's shape, but for the vocabulary.
+      vocab_size: tokens that there are.
+      batches: prompts at once.
+      prompt: tokens of each.
+      tokens: decoded after the first, a multiple of 16.
+      repeats: times that are taken of each batch.
+    """
+
+    contender: str
+    preset: str
+    vocab_size: int
+    batches: tuple[int, ...]
+    prompt: int
+    tokens: int
+    repeats: int
+
+    def __str__(self) -> str:
+        return f"{self.contender}, {self.preset}"
+
+    @property
+    def model(self) -> ModelConfig:
+        return dataclasses.replace(PRESETS[self.preset].model, vocab_size=self.vocab_size)
+
+
+Decode = Callable[[np.ndarray, int], np.ndarray]
+"""Prompts (B, prompt) and how many tokens -> these, (B, tokens), on the host."""
+
+
+def decoder_of_jax(job: Decoding) -> tuple[Decode, str]:
+    """The library's own model, as ``jaxkern sample`` runs it or in bf16, and its versions."""
+    policy = Policy.parse(_PRECISIONS[job.contender])
+    graphdef = make_model(job.model, Options(policy))
+    params = jax.jit(lambda: policy.cast_to_params(initial_params(job.model)))()
+
+    def decode(prompts: np.ndarray, length: int) -> np.ndarray:
+        chunks = sample.generate_tokens(
+            graphdef, params, list(prompts), length=length, temperature=0
+        )
+        return np.concatenate(list(chunks), axis=1)
+
+    return decode, versions("jax")
+
+
+def decoder_of_torch(job: Decoding) -> tuple[Decode, str]:
+    """The model of mamba_ssm, or that of transformers, on a GPU where there is one."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if job.contender == "mamba_ssm":
+        model = mamba_ssm_model(job.model, torch.bfloat16).eval()
+        told = versions("torch", "triton", "mamba_ssm", "causal_conv1d")
+    else:
+        import transformers  # pyright: ignore[reportMissingImports]
+
+        content = layout_of(job.model).content(job.model)
+        config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = model.to(device, torch.bfloat16).eval()
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        told = versions("torch", "transformers")
+
+    def decode(prompts: np.ndarray, length: int) -> np.ndarray:
+        ids = torch.from_numpy(prompts).to(device).long()
+        how: Row = {"max_length": ids.shape[1] + length, "cg": True, "top_k": 1}
+        if job.contender == "transformers":
+            how = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+            how |= {"max_new_tokens": length, "min_new_tokens": length}
+        return model.generate(ids, **how)[:, ids.shape[1] :].cpu().numpy()
+
+    return decode, told
+
+
+def _peak(job: Decoding) -> float | None:
+    if job.contender in _PRECISIONS:
+        return peak_gib(jax.local_devices()[0])
+    import torch  # pyright: ignore[reportMissingImports]
+
+    cuda = torch.cuda.is_available()
+    return round(torch.cuda.max_memory_allocated() / GIB, 2) if cuda else None
+
+
+def measure_decoding(job: Decoding) -> list[Row]:
+    """Decodes, and returns a row for each batch."""
+    of = {"mamba_ssm": decoder_of_torch, "transformers": decoder_of_torch}
+    decode, told = of.get(job.contender, decoder_of_jax)(job)
+    rng = np.random.default_rng(0)
+    rows = []
+    for batch in job.batches:
+        prompts = rng.integers(0, job.vocab_size, (batch, job.prompt)).astype(np.int32)
+
+        def seconds(length: int, prompts: np.ndarray = prompts) -> float:
+            began = time.perf_counter()
+            out = decode(prompts, length)
+            took = time.perf_counter() - began
+            if out.shape != (len(prompts), length):
+                raise RuntimeError(f"{job} gave {out.shape} tokens, not {(len(prompts), length)}")
+            return took
+
+        for length in (1 + job.tokens, 1):  # compiles, and captures graphs
+            seconds(length)
+        first = statistics.median(seconds(1) for _ in range(job.repeats))
+        whole = [seconds(1 + job.tokens) for _ in range(job.repeats)]
+        ms = lambda whole, first=first: round(1e3 * (whole - first) / job.tokens, 3)
+        step = (statistics.median(whole) - first) / job.tokens
+        rows.append(
+            {
+                "preset": job.preset,
+                "batch": batch,
+                "by": job.contender,
+                "tokens_per_second": round(batch / step),
+                "ms_step": ms(statistics.median(whole)),
+                "ms_low": ms(min(whole)),
+                "ms_high": ms(max(whole)),
+                "ms_first": round(1e3 * first, 2),
+                "peak_gib": _peak(job),
+                "versions": told,
+            }
+        )
+    return rows
+
+
+def _decoded(job: Decoding, row: Row) -> str:
+    rate = f"{row['tokens_per_second']:,} tokens/s"
+    return f"{job}, batch {row['batch']}: {rate}, first after {row['ms_first']} ms"
+
+
+def decode(argv: Sequence[str] | None = None) -> int:
+    """Runs ``python -m bench decode``."""
+    args = program.parsed(
+        "decode",
+        argv,
+        "decode",
+        preset=([str], "the model's shape (130m, mamba2-130m, 370m; without a GPU micro)"),
+        batch=([int], "prompts at once (1, 8, 64)"),
+        vs=(",".join(found_peers(DECODERS)), "who decodes beside, comma-separated"),
+        vocab=(50280, "tokens that there are"),
+        prompt=(int, "tokens of a prompt (128; without a GPU 16)"),
+        tokens=(int, "to time, a multiple of 16 (128; without a GPU 16)"),
+        repeats=(3, "times that are taken of each"),
+        limit=(400.0, "seconds for a preset by a contender"),
+    )
+    program.share_device(2)  # this process decodes nothing, and of the others one at a time
+    gpu = timing.on_gpu()
+    prompt, tokens = (given or (128 if gpu else 16) for given in (args.prompt, args.tokens))
+    if tokens % 16:
+        args.error(f"--tokens must be a multiple of 16, got {tokens}")
+    batches = tuple(args.batch or (1, 8, 64))
+    jobs = [
+        Decoding(name, preset, args.vocab, batches, prompt, tokens, args.repeats)
+        for preset in args.preset or (["130m", "mamba2-130m", "370m"] if gpu else ["micro"])
+        for name in ("jaxkern", *filter(None, args.vs.split(",")))
+    ]
+    about = program.clock(gpu, "wall-clock time of generating")
+    about |= {"prompt": prompt, "tokens": tokens, "vocab": args.vocab}
+    how = {"apart": True, "most": 1, "limit": args.limit}
+    return program.measured(args, "decode", measure_decoding, jobs, about, _decoded, **how)

@@ -30,12 +30,11 @@ def test_documents_are_up_to_date(tmp_path):
     written[report.CSV] = (tmp_path / "report.csv").read_text()
     for path, text in written.items():
         assert path.read_text() == text, "run: python -m bench report"
-        assert text.count("<!-- figures: ") == text.count("<!-- end -->"), path
-    guides = "".join(path.read_text() for path in report.DOCUMENTS)
-    marked = re.findall(r"<!-- figures: (\w+) -->", guides)
+        begins = re.findall("<!-- (?:figures|ours|row): ", text)
+        assert len(begins) == text.count("<!-- end -->"), path
+    marked = re.findall(r"<!-- figures: (\w+) -->", "".join(map(str, written.values())))
     assert sorted(marked) == sorted(report.FIGURES)
-    absent = {"sm_1": {"gpu": "NVIDIA G", "kernels": {}}}
-    assert compiled.matrix(absent)[1][0][1:] == ["not compiled"]
+    assert compiled._cell("rms_norm", {"kernels": {}}) == "not compiled"
 
 
 def test_the_report_is_short_and_has_every_op():
@@ -45,7 +44,8 @@ def test_the_report_is_short_and_has_every_op():
     for name in ("Where we are slower", "Files and versions"):
         assert lengths.pop(name) > 12
     assert max(lengths.values()) <= report.MOST
-    families = "".join(body for name, body in sections if name in report.families())
+    slug = lambda name: name.lower().replace(" ", "_")
+    families = "".join(body for name, body in sections if slug(name) in report.families())
     assert {op for op, *_ in Results.load().best if f"`{op}`" not in families} == set()
     assert not re.search(r"\d+x\d", text)
 
@@ -76,23 +76,25 @@ def test_the_table_has_the_newest_timing_of_each_contender():
     with report.CSV.open() as file:
         rows = list(csv.DictReader(file))
     assert len({tuple(row[key] for key in keys) for row in rows}) == len(rows) > 1500
-    dates = {name: one.get("date", "") for name, one in Results.load().files}
-    by_key = {tuple(row[key] for key in keys): row["file"] for row in rows}
-    for name, one in Results.load().files:
-        for row in figures.timings(one) if one["device"] != "cpu" else ():
-            at = one["device"], *(row[key] for key in keys[1:])
-            assert dates[by_key[at]] >= dates[name]
+    newest = {tuple(row[key] for key in keys): row["date"] for row in rows}
+    for row in Results.load().rows:
+        assert newest[tuple(row[key] for key in keys)] >= row["date"]
 
 
-def test_figures_of_others_are_lent_and_of_cpus_left_out():
-    loaded = results(
-        ({}, timing("xla", 20.0)),
-        ({}, timing("mosaic", 10.0)),
-        ({}, timing("mosaic", 11.0), timing("xla", 21.0)),
-        ({"device": "cpu"}, timing("mosaic", 0.1)),
-    )
-    own = [(line.own["us"], line.figures["xla"]["us"], *line.lent) for line in loaded.lines]
-    assert own == [(10.0, 20.0, "xla"), (11.0, 21.0)]
+def test_ours_is_beside_the_fastest_library_or_the_newest():
+    """Others' fastest is of any file; wall-clock times of a CPU are left out."""
+    of = lambda *files: results(*files).best["rms_norm", "8x64", "bfloat16", "forward"]
+    old, new = {"date": "2025-01-01"}, {"date": "2026-01-01"}
+    plain = (old, timing("mosaic", 10.0)), (new, timing("mosaic", 12.0)), (old, timing("xla", 20.0))
+    line = of(*plain, (new, timing("xla", 21.0)), ({"device": "cpu"}, timing("mosaic", 0.1)))
+    assert (line.own["us"], line.speedup, line.fastest, line.rival) == (12.0, 20 / 12, "xla", None)
+    ours = timing("mosaic", 11.0), timing("auto", 10.5)
+    line = of(*plain, (old, *ours, timing("fla", 9.0)), (new, timing("fla", 9.5)))
+    assert (line.own["us"], line.fastest, line.rival) == (10.5, "fla", "fla")
+    line = of(*plain, (old, timing("auto", 1.0), timing("fla", 9.5)), (new, timing("fla", 9.0)))
+    assert line.figures.keys() == {"mosaic", "xla", "fla"}
+    line = of((new, timing("mosaic", 3.0), timing("update", 1.0), timing("fla", 2.0)))
+    assert (line.fastest, line.rival) == ("fla", "fla")
 
 
 def test_figures_of_two_gpus_stay_apart():
@@ -101,15 +103,27 @@ def test_figures_of_two_gpus_stay_apart():
         ({}, timing("mosaic", 20.0), timing("mosaic", 30.0, shape="8x9")),
         ({}, timing("xla", 40.0)),
     )
-    assert [line.own["us"] for line in loaded.lines] == [10.0, 20.0, 30.0]
+    assert [line.own["us"] for line in loaded.lines.values()] == [10.0, 20.0, 30.0]
     line = loaded.line("rms_norm", "8x64", "forward")
-    assert (line.own["us"], line.speedup, line.fastest, line.rival) == (20.0, 2.0, "xla", None)
+    assert (line.own["us"], line.speedup) == (20.0, 2.0)
     assert loaded.line("rms_norm", "8x64", "both") is None
 
 
-def test_our_own_are_no_competitors():
-    (line,) = results(({}, timing("mosaic", 3.0), timing("update", 1.0), timing("fla", 2.0))).lines
-    assert (line.fastest, line.rival) == ("fla", "fla")
+def test_training_compares_by_tokens_and_leaves_out_what_is_not_steady():
+    """A batch that did not fit was halved, and its step takes less time."""
+
+    def trained(who, ms, rate, high=None):
+        row = {"contender": who, "preset": "130m", "length": 9, "batch": 2, "parameters": 1}
+        row |= {"ms": ms, "ms_low": ms, "ms_high": high or ms, "tokens_per_second": rate}
+        return row
+
+    steps = [trained("jaxkern", 10.0, 900), trained("xla-loop", 7.0, 600)]
+    steps += [trained("jla", 8.0, 500), trained("mamba_ssm", 9.0, 700, high=12.0)]
+    loaded = results(({}, *steps))
+    (line,) = loaded.lines.values()
+    assert (line.rival, line.fastest, line.speedup) == ("jla", "xla-loop", 1.5)
+    assert [*loaded.trainings()] == [("130m", 9)]
+    assert len(loaded.newest()) == 4
 
 
 def test_csv_keeps_every_figure(tmp_path):
@@ -117,6 +131,7 @@ def test_csv_keeps_every_figure(tmp_path):
     figures.write_csv(rows, tmp_path / "a.csv")
     with (tmp_path / "a.csv").open() as file:
         first, second = csv.DictReader(file)
+    assert first.keys() == rows[0].keys() | rows[1].keys()
     assert (first["us"], second["us"], second["tflop_s"]) == ("1.5", "2.5", "3.0")
     assert json.loads(first["kernels"]) == {"k": 2}
     assert first["tflop_s"] == second["kernels"] == ""

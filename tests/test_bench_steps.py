@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import decode, devices, layers, processes, runs, train
+from bench import devices, layers, processes, train
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
 
 TRAINED = train.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
-DECODED = decode.Job("jaxkern", "micro", 300, batches=(1, 3), prompt=5, tokens=16, repeats=1)
+DECODED = train.Decoding("jaxkern", "micro", 300, batches=(1, 3), prompt=5, tokens=16, repeats=1)
 LAYER = layers.Job("auto", mamba2.Sizes(16, d_state=8, headdim=8), 2, 16, calls=1)
 TWO_DEVICES = pytest.mark.skipif(len(jax.devices()) < 2, reason="it is split between two")
 
@@ -28,35 +28,27 @@ def memory_for_all(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words", "by", "absent"),
     [
-        (train, "--preset micro --length 16 --tokens 64 --vs", "contender", "length 16"),
-        (decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
-        (layers, "--d-model 16 --calls 2 --only auto,jaxkern-scan,", "implementation", "2 × 64"),
+        (train.main, "--preset micro --length 16 --tokens 64 --vs", "contender", "length 16"),
+        (train.decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
+        (
+            layers.main,
+            "--d-model 16 --calls 2 --only auto,jaxkern-scan,",
+            "implementation",
+            "2 × 64",
+        ),
     ],
     ids=["train", "decode", "layers"],
 )
 def test_contenders_have_processes_of_their_own(command, words, by, absent, tmp_path):
     out = tmp_path / "a.json"
     words = f"{words} mamba_ssm".replace(", ", ",").split()
-    assert command.main([*words, "--out", str(out)]) == 1
+    assert command([*words, "--out", str(out)]) == 1
     told = json.loads(out.read_text())
     assert "ON A CPU" in told["clock"]
     (failed,) = told["failed"]
     assert re.fullmatch(f"mamba_ssm, .*{absent}: ModuleNotFoundError: No module .*", failed)
     ours = {"contender": ["jaxkern"], "by": ["jaxkern"], "implementation": ["auto", "jaxkern-scan"]}
     assert [row[by] for row in told["rows"]] == ours[by]
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "told"),
-    [
-        (decode.main, "--tokens 20", "--tokens must be a multiple of 16, got 20"),
-        (runs.checkpoints, "--every 100 --log-every 100", "--every must be twice --log-every"),
-    ],
-)
-def test_steps_that_cannot_be_timed_are_refused(command, words, told, capsys):
-    with pytest.raises(SystemExit):
-        command(words.split())
-    assert told in capsys.readouterr().err
 
 
 # Training
@@ -101,21 +93,6 @@ def test_contenders_learn_in_this_process(contender, preset, vocabulary, paramet
 
 
 @pytest.mark.exhaustive
-def test_documents_are_packed_and_kept_apart():
-    job = dataclasses.replace(TRAINED, document=5)
-    assert str(job) == "jaxkern, micro, documents of 5, length 16"
-    ids = np.stack([d["segment_ids"] for d in train.draw_documents(job, 50)])
-    assert ids.shape == (train.BATCHES, 50, 17)
-    assert np.mean(np.diff(ids, axis=-1)) == pytest.approx(1 / 5, rel=0.1)
-    apart, together = (train.measure(each)["first_loss"] for each in (job, TRAINED))
-    assert apart != together
-    assert apart == pytest.approx(together, abs=0.05)
-    for contender in ("jla", "mamba_ssm"):
-        with pytest.raises(ValueError, match=f"model of {contender} does not keep documents"):
-            train.measure(dataclasses.replace(job, contender=contender))
-
-
-@pytest.mark.exhaustive
 def test_a_failing_contender_leaves_its_reason():
     unknown = dataclasses.replace(TRAINED, preset="none")
     absent = dataclasses.replace(TRAINED, contender="jla-loop")
@@ -128,30 +105,7 @@ def test_a_failing_contender_leaves_its_reason():
     assert told[TRAINED,] == "not done within 0 s"
 
 
-# Loss curves, and what checkpoints cost
-
-
-def test_curves_are_compared_by_means():
-    losses, beside = [3.0] * 20 + [2.0] * 20 + [1.5] * 5, [3.0] * 20 + [2.5] * 20 + [1.0] * 5
-    got, plain = runs.curves_of(
-        [{"run": n, "losses": v} for n, v in zip("ab", (losses, beside), strict=True)]
-    )
-    want = {"first": 3.0, "last": 1.5, "difference": 0.5, "largest": 0.5, "losses": losses}
-    assert {name: got[name] for name in want} == want
-    assert plain["largest"] == 0
-
-
-@pytest.mark.exhaustive
-def test_curves_begin_alike(tmp_path):
-    (tmp_path / "a.txt").write_text("the same words again and again, " * 400)
-    size = ["--preset", "micro", "--tokenizer", "bpe:300", "--batch-size", "2", "--seq-len", "16"]
-    size += ["--steps", "3", "--data", str(tmp_path / "a.txt"), "--out", str(tmp_path / "c.json")]
-    assert runs.curves(size) == 0
-    report = json.loads((tmp_path / "c.json").read_text())
-    ours, plain = report["rows"]
-    assert len(ours["losses"]) == len(plain["losses"]) == 3
-    assert ours["losses"][0] == pytest.approx(plain["losses"][0], rel=5e-3)
-    assert plain["largest"] == 0
+# What checkpoints cost
 
 
 def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
@@ -163,9 +117,9 @@ def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
         ms = 0.012 if flags["--checkpoint-every"] == 4 else 0.010
         return {step: step * ms for step in range(2, flags["--steps"] + 1, 2)}
 
-    monkeypatch.setattr(runs, "reports", reports)
+    monkeypatch.setattr(train, "reports", reports)
     size = ["--every", "4", "--log-every", "2", "--count", "2", "--repeats", "1"]
-    assert runs.checkpoints([*size, "--out", str(tmp_path / "c.json")]) == 0
+    assert train.checkpoints([*size, "--out", str(tmp_path / "c.json")]) == 0
     assert json.loads((tmp_path / "c.json").read_text())["percent"] == 20.0
     assert ran == [4, 12]
 
@@ -173,7 +127,7 @@ def test_checkpoints_are_beside_none(monkeypatch, tmp_path):
 @pytest.mark.exhaustive
 def test_reports_of_a_run_are_timed(tmp_path):
     flags = {"--preset": "micro", "--steps": 4, "--log-every": 2, "--eval-every": 4}
-    seen = runs.reports(flags, tmp_path / "run")
+    seen = train.reports(flags, tmp_path / "run")
     assert list(seen) == [2, 4]
     assert seen[2] < seen[4]
 
@@ -245,7 +199,7 @@ def test_sizes_and_ops_that_are_named_are_measured_alone():
 )
 def test_contenders_decode_in_this_process(contender, preset, recwarn):
     del recwarn  # of the other library's
-    rows = decode.measure(dataclasses.replace(DECODED, contender=contender, preset=preset))
+    rows = train.measure_decoding(dataclasses.replace(DECODED, contender=contender, preset=preset))
     told = [(row["preset"], row["batch"], row["by"]) for row in rows]
     assert told == [(preset, 1, contender), (preset, 3, contender)]
     for row in rows:
@@ -261,15 +215,17 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
         now += 0.5 + 0.25 * (length - 1)
         return prompts[:, :1].repeat(length, axis=1)
 
-    monkeypatch.setattr(decode, "of_jax", lambda job: (decode_slowly, ""))
-    monkeypatch.setattr(decode.time, "perf_counter", lambda: now)
-    rows = decode.measure(DECODED)
+    monkeypatch.setattr(train, "decoder_of_jax", lambda job: (decode_slowly, ""))
+    monkeypatch.setattr(train.time, "perf_counter", lambda: now)
+    rows = train.measure_decoding(DECODED)
     assert [row["tokens_per_second"] for row in rows] == [4, 12]
     found = {(row["ms_first"], row["ms_low"], row["ms_step"], row["ms_high"]) for row in rows}
     assert found == {(500, 250, 250, 250)}
-    monkeypatch.setattr(decode, "of_jax", lambda job: (lambda prompts, _: prompts[:, :1], ""))
+    monkeypatch.setattr(
+        train, "decoder_of_jax", lambda job: (lambda prompts, _: prompts[:, :1], "")
+    )
     with pytest.raises(RuntimeError, match=r"gave \(1, 1\) tokens, not \(1, 17\)"):
-        decode.measure(DECODED)
+        train.measure_decoding(DECODED)
 
 
 # Layers
