@@ -63,7 +63,8 @@ def in_line(results: Results, kind: str, op: str, shape: str, direction: str) ->
     assert line is not None, f"{op} {shape} {direction} was not timed"
     if kind == "ours":
         return cell(op, line.figures[OURS])
-    rows = (line.own, line.figures.get("xla"), line.figures.get(line.rival or ""))
+    plainly = line.figures.get("xla") or line.figures.get("jax")  # ours, or as a user writes it
+    rows = (line.own, plainly, line.figures.get(line.rival or ""))
     own, plain, other = (cell(op, row) for row in rows)
     return f"{own} | {plain} | " + (f"{name_of(line.rival)} {other}" if line.rival else "")
 
