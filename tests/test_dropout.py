@@ -18,11 +18,10 @@ from jaxkern.core.target import interpreter
 from jaxkern.elementwise import philox as generator
 from jaxkern.ops.dropout import kernel, op, reference
 from tests import check
-from tests.pairs import combinations
 from tests.test_activations import PLAIN, cases, exhaustive, gradients, normal, oracle_of
 
 KEY = jax.random.key(5)
-MOSAIC_FIRST = combinations("implementation", ["mosaic", "xla"], few=1)
+MOSAIC_FIRST = check.combinations("implementation", ["mosaic", "xla"], few=1)
 
 
 def philox(counter, key):

@@ -18,7 +18,7 @@ from jaxkern.core.target import interpreter
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import kernel, tiles
 from tests import check
-from tests.pairs import combinations
+from tests.check import combinations
 from tests.test_activations import CLAMPED, PLAIN, gated_plain, oracle_of
 
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")

@@ -21,8 +21,8 @@ import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from tests import layers
+from tests.check import combinations
 from tests.layers import BF16, FP16, FP32, LIBRARIES, NORMS, K, normal, ours
-from tests.pairs import combinations
 
 FLAX = ("nnx", "linen")
 LAYERS = (*NORMS, "Linear")

@@ -18,7 +18,6 @@ import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import mamba2, remat
 from tests import check
 from tests.layers import BF16, FP32, KIND, KINDS, LIBRARIES, MAMBA, MAMBA2, K, normal, ours
-from tests.pairs import combinations
 
 
 def test_swiglu():
@@ -104,7 +103,7 @@ def check_block(kind, library, options, **weights):
 OPTIONS = {"plain": {}, "biases": {"use_bias": True, "use_conv_bias": False}}
 
 
-@combinations("kind library options", KINDS, ["nnx", "equinox", "linen"], OPTIONS, few=2)
+@check.combinations("kind library options", KINDS, ["nnx", "equinox", "linen"], OPTIONS, few=2)
 def test_block_is_the_papers(kind, library, options):
     check_block(kind, library, options)
 
@@ -124,7 +123,7 @@ def test_mamba2_of_other_sizes(options):
     check_block(MAMBA2, "nnx", options, D=normal(sizes.heads, sizes.headdim, seed=9))
 
 
-@combinations("kind library", KINDS, LIBRARIES)
+@check.combinations("kind library", KINDS, LIBRARIES)
 def test_block_names_what_does_not_fit(kind, library):
     block = block_of(kind, library, weights_of(kind), **kind.options)
     x, one = jnp.ones((2, 7, 12)), library == "equinox"
@@ -246,7 +245,7 @@ def test_blocks_begin_as_in_the_papers_code(kind):
         assert 0.95 * bound < np.abs(getattr(w, name)).max() <= bound
 
 
-@combinations("kind library", KINDS, ["linen", "nnx", "equinox"], few=1)
+@check.combinations("kind library", KINDS, ["linen", "nnx", "equinox"], few=1)
 def test_block_in_bfloat16(kind, library):
     weights, x = weights_of(kind), normal(2, 7, 12, dtype=BF16)
     out = jax.jit(block_of(kind, library, weights, **kind.options, dtype=BF16))(x)
@@ -255,7 +254,7 @@ def test_block_in_bfloat16(kind, library):
     assert 0 < np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max() < 4 * 2**-8
 
 
-@combinations("kind library", KINDS, LIBRARIES, few=6)
+@check.combinations("kind library", KINDS, LIBRARIES, few=6)
 def test_a_loop_can_carry_a_cache(kind, library):
     """The cache keeps its dtypes, whatever those of parameters and tokens."""
     block = block_of(kind, library, jax.tree.map(BF16, weights_of(kind)), **kind.options)

@@ -15,7 +15,7 @@ import pytest
 import jaxkern
 from jaxkern.core import kernel_call
 from jaxkern.precision import DynamicLossScale, StaticLossScale
-from tests.pairs import combinations
+from tests.check import combinations
 
 ON_GPU = jax.default_backend() == "gpu"
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16

@@ -1,4 +1,4 @@
-"""The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm of all gradients."""
+"""The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm; and all in place."""
 
 import functools
 import re
@@ -18,8 +18,7 @@ from jaxkern.optim.arithmetic import Leaf, StepNumbers, UpdateRule, is_code, num
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.kernel import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
-from tests.errors import ON_GPU, running
-from tests.pairs import combinations
+from tests.check import ON_GPU, combinations, running
 from tests.test_optim import BF16, F16, F32, assert_close, assert_same, tree_of
 
 SCALE = StaticLossScale(8.0)
@@ -314,3 +313,57 @@ def test_apply_runs_the_kernel():
     want = step(tx(implementation="xla"))
     with running("mosaic"):
         assert_close(step(tx(implementation="mosaic")), want)
+
+
+# Kernels that work in place keep away from slices, of which XLA would make one operation
+
+ones = jnp.ones
+ROWS = ones((64, 512), jnp.bfloat16)
+MOSAIC = {"implementation": "mosaic"}
+TX = jaxkern.fused_adamw(1e-3, **MOSAIC)
+CASES = {
+    "fused_adamw": (
+        lambda p, g: jaxkern.apply(TX, g, TX.init(p), p),
+        ones(4096),
+        ones(4096),
+    ),
+    "scale_gradients": (
+        lambda g: jaxkern.scale_gradients(g, StaticLossScale(2.0), **MOSAIC),
+        [ones(4096)],
+    ),
+    "cross_entropy": (
+        jax.grad(functools.partial(jaxkern.cross_entropy, **MOSAIC)),
+        *(ROWS, jnp.zeros(64, int)),
+    ),
+    "accumulate_weight_grad": (
+        functools.partial(jaxkern.accumulate_weight_grad, **MOSAIC),
+        *(ones((512, 512)), ROWS, ROWS),
+    ),
+    "ssd_step": (
+        lambda state, x, dt, w: jaxkern.ssd_step(state, x, dt, -ones(4), w, w, layer=1, **MOSAIC),
+        *(
+            ones((2, 1, 4, 16, 32)),
+            ones((1, 4, 16)),
+            ones((1, 4)),
+            ones((1, 1, 32)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_barriers_are_around_kernels_that_work_in_place(name):
+    """All that one takes has been behind a barrier, and all that it gives goes behind one."""
+    f, *args = CASES[name]
+    text = lowered(f, *args)
+    in_place = [line for line in text.splitlines() if "output_operand_alias<" in line]
+    (function,) = [of for of in re.split(r"\n  func\.func ", text) if in_place[0] in of]
+    assert len(in_place) == 1
+    barriers = re.findall(r"(%\w+) = stablehlo\.optimization_barrier (%[\w#]+) :", function)
+    behind, into = map(set, zip(*barriers, strict=True))
+    kernel = r"(%\w+)(?::\d+)? = stablehlo\.custom_call @mosaic_gpu_v2\(([^)]*)\)"
+    result, operands = re.search(kernel, in_place[0]).groups()
+    uses = set(re.findall(rf"{result}(?:#\d+)?(?![\w#])", function.replace(in_place[0], "")))
+    assert set(operands.split(", ")) <= behind
+    assert uses
+    assert uses <= into
