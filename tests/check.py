@@ -37,6 +37,7 @@ WHOLE = pytest.mark.parametrize(
     "implementation", [pytest.param("mosaic", marks=pytest.mark.compiled), "xla"]
 )
 """What takes the interpreter too long."""
+FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 
 def sizes(*both, gpu=(), interpreted=()):
@@ -119,7 +120,7 @@ def program(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 def value_and_grads(f: Callable[..., Any], arrays: Arrays, cotangents: Any, **options: Any) -> Any:
     """``f(*arrays, **options)`` and its gradients, by one :func:`program`."""
-    traced = {name: v for name, v in options.items() if isinstance(v, jax.Array)}
+    traced = {name: v for name, v in options.items() if isinstance(v, jax.Array | np.ndarray)}
     static = {name: v for name, v in options.items() if name not in traced}
     return program(f, **static)(arrays, cotangents, **traced)
 
@@ -812,18 +813,14 @@ def transformations(*ops: Op) -> Callable[..., None]:
     """A test of every cell of the ops' matrices."""
     cells = [
         pytest.param(
-            op,
-            *cell,
-            id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}",
-            marks=_marks(op, *cell),
+            op, *cell, id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}", marks=_marks(op, *cell)
         )
         for op in ops
         for cell in _cells(op)
     ]
 
     @pytest.mark.parametrize(("op", "name", "implementation"), cells)
-    def test(op, name, implementation, record_property):
-        record_property("cell", (name, f"{op.name} {implementation or 'auto'}"))
+    def test(op, name, implementation):
         TRANSFORMATIONS[name](_Cell(op, implementation))
 
     return test

@@ -1,4 +1,4 @@
-"""Four host devices for the tests of meshes, and the transformation matrix at the end of a run."""
+"""Four host devices for the tests of meshes, which tests run here, and what they may take."""
 
 import dataclasses
 import fcntl
@@ -11,7 +11,6 @@ import os
 import signal
 import tempfile
 import zlib
-from collections import defaultdict
 from pathlib import Path
 
 if "--xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -234,33 +233,10 @@ def _one_or_two_large_tests_at_a_time(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Prints op × transformation, and the tests that took over twice their budget."""
-    _print_matrix(terminalreporter)
+    """Prints the tests that took over twice their budget."""
     passed = terminalreporter.stats.get("passed", [])
     slow = [r for r in passed if r.duration > 2 * BUDGET and "exhaustive" not in r.keywords]
     if slow and not ON_GPU:
         terminalreporter.write_sep("-", f"over {2 * BUDGET:g} CPU seconds: mark them exhaustive")
         for report in slow:
             terminalreporter.write_line(f"{report.duration:7.1f}  {report.nodeid}")
-
-
-def _print_matrix(terminalreporter):
-    """Prints op × transformation, from the tests that recorded a ``cell``."""
-    cells: dict[str, dict[str, str]] = defaultdict(dict)
-    marks = {"passed": "✓", "failed": "✗", "skipped": "–"}
-    for outcome, mark in marks.items():
-        for report in terminalreporter.stats.get(outcome, []):
-            for name, value in getattr(report, "user_properties", []):
-                if name == "cell":
-                    row, column = value
-                    cells[column][row] = mark
-    if not cells:
-        return
-    terminalreporter.write_sep("-", "transformations (✓ passed, ✗ failed, – not here)")
-    columns = sorted(cells)
-    rows = sorted({row for column in columns for row in cells[column]})
-    width = max(len(row) for row in rows)
-    terminalreporter.write_line(" " * width + "  " + "  ".join(columns))
-    for row in rows:
-        line = "  ".join(cells[c].get(row, " ").center(len(c)) for c in columns)
-        terminalreporter.write_line(f"{row:{width}}  {line}")

@@ -1,9 +1,9 @@
 """Activations and gated units: the elementwise kernels, and every op that has an activation."""
 
 import dataclasses
-import functools
 import re
 from collections import Counter
+from functools import partial
 from typing import get_args
 
 import jax
@@ -22,23 +22,18 @@ from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops import curves
 from jaxkern.ops.curves import kernel_functions
 from tests import check
+from tests.check import PLAIN
 
 
 def with_options(*functions, **options):
-    return tuple(functools.partial(f, **options) for f in functions)
+    return tuple(partial(f, **options) for f in functions)
 
 
 ELEMENTWISE = {
-    "relu": (jaxkern.relu, jax.nn.relu),
-    "relu_squared": (jaxkern.relu_squared, lambda x: jnp.square(jax.nn.relu(x))),
-    "silu": (jaxkern.silu, jax.nn.silu),
-    "gelu_tanh": (jaxkern.gelu, jax.nn.gelu),
-    "gelu_erf": with_options(jaxkern.gelu, jax.nn.gelu, approximate=False),
-    "quick_gelu": (jaxkern.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x)),
-    "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
-    "tanh": (jaxkern.tanh, jnp.tanh),
+    name: getattr(jaxkern, name)
+    for name in ("relu", "relu_squared", "silu", "quick_gelu", "sigmoid", "tanh")
 }
-PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
+ELEMENTWISE |= {"gelu_tanh": jaxkern.gelu, "gelu_erf": partial(jaxkern.gelu, approximate=False)}
 CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 GATED = {
     "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
@@ -85,9 +80,10 @@ def oracle_of(plain, results=1):
         wide = tuple(np.asarray(a).astype(np.float64) for a in arrays)
         arrays, cotangents = wide[:-results], wide[-results:]
         with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-            like = jax.eval_shape(functools.partial(plain, **options), *arrays)
+            like = jax.eval_shape(partial(plain, **options), *arrays)
             cotangents = jax.tree.unflatten(jax.tree.structure(like), cotangents)
-            return check.value_and_grads(plain, arrays, cotangents, **options)
+            found = check.value_and_grads(plain, arrays, cotangents, **options)
+            return jax.tree.map(np.asarray, found)
 
     return oracle
 
@@ -110,7 +106,7 @@ def ours(*xs, names, implementation):
 
     def one(name, x):
         *form, curve = name.split(":")
-        f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve][0]
+        f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve]
         return f(*(x if form == ["pair"] else [x]), implementation=implementation)
 
     return tuple(map(one, names, xs))
@@ -123,7 +119,7 @@ def gradients(implementation, calls):
     def run(of_each, cotangents):
         found = []
         for f, args, dout in zip(functions, of_each, cotangents, strict=True):
-            out, vjp = jax.vjp(functools.partial(f, implementation=implementation), *args)
+            out, vjp = jax.vjp(partial(f, implementation=implementation), *args)
             found.append((out, vjp(dout)))
         return found
 
@@ -188,9 +184,9 @@ def test_activation_extremes(dtype, implementation):
     names, far = EXTREMES[dtype]
     both_signs = lambda values: jnp.asarray([*values, *np.negative(values), np.nan], dtype)
     x, of_bounded = both_signs([*far, 0.0]), both_signs([1e4, np.inf, 1e-4, 1e-7, 0.0])
-    calls = [(ELEMENTWISE[name][0], (x,), jnp.ones_like(x)) for name in names.split()]
+    calls = [(ELEMENTWISE[name], (x,), jnp.ones_like(x)) for name in names.split()]
     bounded = ("sigmoid", "tanh") if dtype != "bfloat16" else ()
-    calls += [(ELEMENTWISE[n][0], (of_bounded,), jnp.ones_like(of_bounded)) for n in bounded]
+    calls += [(ELEMENTWISE[n], (of_bounded,), jnp.ones_like(of_bounded)) for n in bounded]
     found = gradients(implementation, calls)
     for name, (out, (dx,)) in zip(names.split(), found, strict=False):
         wide, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
@@ -218,7 +214,7 @@ def test_relu_lets_nothing_past_its_corner(implementation):
     gate, up = jnp.asarray([[-1.0, 0.0, 2.0, -1.0, 2.0], [np.inf, np.nan, 3.0, 1.0, np.inf]])
     edge = jnp.ones(5).at[3].set(np.inf)
     calls = [
-        *((*ELEMENTWISE[name], (x,), dout) for name in ("relu", "relu_squared")),
+        *((ELEMENTWISE[name], PLAIN[name], (x,), dout) for name in ("relu", "relu_squared")),
         (jaxkern.reglu, lambda g, u: jax.nn.relu(g) * u, (gate, up), edge),
     ]
     found = gradients(implementation, [(f, args, dout) for f, _, args, dout in calls])
@@ -232,7 +228,7 @@ def test_relu_lets_nothing_past_its_corner(implementation):
 def test_plain_backward_keeps_only_the_arguments(gated):
     """No sigmoid is saved, at any precision."""
     x = normal((4, 32), "bfloat16")
-    f = functools.partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
+    f = partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
     vjp = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x, implementation="xla"), x)[1], x)
     assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
 
@@ -316,7 +312,7 @@ def test_few_elements(n, name, dtype):
 )
 def test_accesses_are_as_wide_as_they_may_be(shape, dtype, accesses):
     """Whatever the size; of slices, which ``vmap`` makes of rows, as wide as those are aligned."""
-    run = functools.partial(jaxkern.silu, implementation="mosaic")
+    run = partial(jaxkern.silu, implementation="mosaic")
     run = jax.vmap(run) if len(shape) > 1 else run
     (module,) = kernel_modules(run, jax.ShapeDtypeStruct(shape, dtype))
     loads = Counter()
@@ -386,8 +382,7 @@ def test_activations_lower_for_cuda(name, rows):
     if rows > 1:
         kernels += ["linear_activation_fwd", "linear_dx", "gated_fwd", "gated_bwd"]
     x, w = jnp.ones((128, n), jnp.bfloat16), jnp.ones((rows, n), jnp.bfloat16)
-    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, x, w)
-    calls = check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    calls = check.kernel_calls(check.lowered(jax.value_and_grad(loss, (0, 1, 2)), x, x, w))
     for kernel in kernels:
         assert any(kernel in line for line in calls), kernel
 
@@ -433,15 +428,14 @@ def test_gated_mixed_dtypes(implementation):
 def test_what_is_chosen():
     """XLA for what it fuses at little cost; a gated unit has kernels both ways."""
     x = jnp.ones((64, 256), jnp.bfloat16)
-    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
-    for name, (call, _) in ELEMENTWISE.items():
-        by_itself = lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
+    for name, call in ELEMENTWISE.items():
+        by_itself = check.lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
         assert ("mosaic_gpu" in by_itself) is (name == "gelu_erf")
         grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
-        assert "_bwd" in lowered(grad, x)
+        assert "_bwd" in check.lowered(grad, x)
     for pair, halves in (GATED["silu"], GATED["relu"], GATED["gelu_erf"]):
         for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
-            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
+            text = check.lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
             assert len(check.kernel_calls(text)) == 2
             assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
 
@@ -458,11 +452,10 @@ def test_gated_same_bits(shape):
 def test_halves_beyond_32_bits_of_units(h, fits):
     """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
     x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
-    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" in lowered) is fits
+    assert ("mosaic_gpu" in check.lowered(jaxkern.silu_and_mul, x)) is fits
     if not fits:
         with pytest.raises(NotImplementedError, match="1 at a time"):
-            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
+            jax.eval_shape(partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
 
 
 SWIGLU = check.Op(
@@ -498,8 +491,8 @@ SILU_AND_MUL = beside(
 GELU = beside(
     "gelu",
     ["grad(grad)", "explicit mesh", "kernels lowered"],
-    call=ELEMENTWISE["gelu_erf"][0],
-    reference=ELEMENTWISE["gelu_erf"][1],
+    call=ELEMENTWISE["gelu_erf"],
+    reference=PLAIN["gelu_erf"],
     arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
     kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
     **OF_ONE,
@@ -508,7 +501,7 @@ CLAMPED_SWIGLU = beside(
     "swiglu, clamped",
     ["value", "grad(grad)", "kernels lowered", "jvp"],
     call=GATED["clamped"][0],
-    reference=functools.partial(gated_plain, **CLAMPED),
+    reference=partial(gated_plain, **CLAMPED),
 )
 test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)
 
@@ -529,26 +522,16 @@ def exp2(x):
         return np.where(x < -126, 0, np.float64(np.float32(np.exp2(x))))
 
 
-def in_kernel(f, x):
+def in_kernel(f):
     def kernel(x_ref, out_ref):
         out_ref[...] = f(plgpu.load(x_ref, layout=LAYOUT, optimized=False))
 
-    with check.in_kernels():
-        return launch_kernel(
-            kernel,
-            out_type=jax.ShapeDtypeStruct((SIZE,), jnp.float32),
-            kernel_name="arithmetic",
-            approx_math=True,
-        )(x)
-
-
-def in_plain_jax(f, x):
-    with interpreter():  # instructions of the GPU are functions of JAX's there
-        return jax.jit(f)(x)
+    out_type = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    return launch_kernel(kernel, out_type=out_type, kernel_name="arithmetic", approx_math=True)
 
 
 @pytest.mark.parametrize(
-    "run", [in_plain_jax, pytest.param(in_kernel, marks=pytest.mark.gpu)], ids=["xla", "mosaic"]
+    "run", [jax.jit, pytest.param(in_kernel, marks=pytest.mark.gpu)], ids=["xla", "mosaic"]
 )
 @pytest.mark.parametrize(
     ("f", "x", "want", "error"),
@@ -556,7 +539,7 @@ def in_plain_jax(f, x):
         (exp2_by_polynomial, np.linspace(-125.4, 127.99, SIZE), np.exp2, 2 * 2.0**-23),
         (exp2_by_polynomial, FAR, exp2, 2.0**-22),
         *(
-            (functools.partial(softplus, exact=exact), RANGE, functools.partial(np.logaddexp, 0), e)
+            (partial(softplus, exact=exact), RANGE, partial(np.logaddexp, 0), e)
             for exact, e in ((True, 6e-7), (False, 3e-6))
         ),
         *(
@@ -568,5 +551,6 @@ def in_plain_jax(f, x):
 )
 def test_function_of_kernels(f, x, want, error, run):
     x = jnp.asarray(x, jnp.float32)
-    got = np.asarray(run(f, x), np.float64)
+    with check.in_kernels() if run is in_kernel else interpreter():
+        got = np.asarray(run(f)(x), np.float64)  # plain JAX, too, has the GPU's instructions there
     np.testing.assert_allclose(got, want(np.asarray(x, np.float64)), rtol=error, atol=0)

@@ -242,7 +242,7 @@ def test_what_is_strict_says_how_a_mesh_splits_it():
 @pytest.mark.parametrize("c", [c for c in TABLE if c.strict and c.sequence], ids=lambda c: c.name)
 def test_a_split_sequence_exchanges_what_its_case_says(c):
     """In plain JAX; what kernels exchange over every axis is in `bench collectives`."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    mesh = check.mesh_of(AxisType.Auto, 4, names=("data",))
     sizes = dict.fromkeys(AXES, 8) | {"m": (8, 2), "w": 4, "g": 1}
     sizes["l"] = 512  # a part is a chunk of ssd
     sizes["d"] = 128  # for fewer plain JAX convolves, which XLA splits as it likes

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from scipy.special import logsumexp
 
 import jaxkern
 from jaxkern.ops.cross_entropy import op
@@ -18,6 +17,7 @@ from jaxkern.ops.cross_entropy.kernel import shares_of
 from jaxkern.ops.cross_entropy.memory import IN_CHUNKS, ChunkOptions
 from jaxkern.ops.cross_entropy.reference import LossOptions, Terms
 from tests import check
+from tests.test_activations import oracle_of
 
 IGNORED = -100
 SMALLEST = 1
@@ -45,34 +45,9 @@ def inputs(rows, k, classes, dtype="float32", seed=0):
     return *(jnp.asarray(v.astype(jnp.dtype(dtype))) for v in arrays), jnp.asarray(labels)
 
 
-def oracle_of_logits(
-    logits, dloss, dlse, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None
-):
-    """Losses and lse of rows, and the gradient of the logits, in float64."""
-    labels, count = np.asarray(labels), logits.shape[-1]
-    slope: Any = 1.0
-    if logit_softcap is not None:
-        slope = 1 / np.cosh(logits / logit_softcap) ** 2
-        logits = logit_softcap * np.tanh(logits / logit_softcap)
-    lse = logsumexp(logits, axis=-1)
-    kept, onto = labels != IGNORED, labels[..., None] == np.arange(count)
-    target = (1 - label_smoothing) * onto + label_smoothing / count
-    losses = lse - (target * logits).sum(-1) + z_loss * lse**2
-    softmax = np.exp(logits - lse[..., None])
-    dlogits = (dloss * (1 + 2 * z_loss * lse) + dlse)[..., None] * softmax
-    dlogits = (dlogits - dloss[..., None] * target) * slope * kept[..., None]
-    return (losses * kept, lse * kept), dlogits
-
-
-def oracle(x, weight, bias, dloss, dlse, **options):
-    results, du = oracle_of_logits(x @ weight + bias, dloss, dlse, **options)
-    rows = tuple(range(x.ndim - 1))
-    return results, (du @ weight.T, np.tensordot(x, du, [rows, rows]), du.sum(rows))
-
-
 def plain_of_logits(logits, *, labels, label_smoothing=0.0, z_loss=0.0, logit_softcap=None):
     """What a user would write, from logits in their dtype on."""
-    logits = logits.astype(jnp.float32)
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     if logit_softcap is not None:
         logits = logit_softcap * jnp.tanh(logits / logit_softcap)
     lse = jax.nn.logsumexp(logits, axis=-1)
@@ -84,6 +59,9 @@ def plain_of_logits(logits, *, labels, label_smoothing=0.0, z_loss=0.0, logit_so
 
 def plain(x, weight, bias, **options):
     return plain_of_logits(x @ weight.astype(x.dtype) + bias.astype(x.dtype), **options)
+
+
+oracle = oracle_of(plain, 2)
 
 
 def linear(x, weight, bias, *, labels, **options):
@@ -123,13 +101,8 @@ def accurate_of_logits(classes, implementation, dtype, options):
     rows = (2, 2) if implementation == "mosaic" else (3, 7)
     *_, labels = inputs(rows, 1, classes)
     logits = 4 * np.random.default_rng(5).standard_normal((*rows, classes))
-
-    def truth(*arrays, **options):
-        results, dlogits = oracle_of_logits(*arrays, **options)
-        return results, (dlogits,)
-
     arrays = (jnp.asarray(logits.astype(jnp.dtype(dtype))),)
-    options = options | {"labels": labels, "dtypes": FLOATS}
+    options, truth = options | {"labels": labels, "dtypes": FLOATS}, oracle_of(plain_of_logits, 2)
     check.check_accuracy(LOGITS, plain_of_logits, truth, arrays, implementation, **options)
 
 
@@ -341,20 +314,29 @@ def test_accumulator(memory, dtype):
     assert np.mean(alone != alone.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
 
 
-LOGITS_OF = {None: 1, SMALLEST: 1 / 32, 2 * 64 * 1024: 1 / 4, 2 * 64 * 512: 1 / 8}
+MEMORY = {  # rows, dtype, memory, and the most that is taken, in logits in the dtype of x
+    "at once": (64, "bfloat16", None, 6),
+    "in the fewest classes": (64, "bfloat16", SMALLEST, 6 / 32),
+    "in chunks": (4096, "float32", 4 * 4096 * 1024, 2.1 / 4),
+    "in fourths": (64, "bfloat16", 2 * 64 * 1024, 6 / 4),
+    "in eighths": (64, "bfloat16", 2 * 64 * 512, 6 / 8),
+}
 
 
-@check.combinations("memory", [*LOGITS_OF], few=2)
-def test_memory(memory):
-    """What a program takes beside arguments and results, in logits in the dtype of x."""
-    types = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (16, 4096))]
-    labels = jax.ShapeDtypeStruct((64,), jnp.int32)
+@check.combinations("of", MEMORY, few=3)
+def test_memory(of):
+    """What a program takes beside arguments and results.
+
+    A CPU multiplies in float32, and sums need some: less than 6 times the logits of a part, and
+    little more than those of a chunk and their gradient.
+    """
+    rows, dtype, memory, most = of
+    types = [jax.ShapeDtypeStruct(s, dtype) for s in ((rows, 16), (16, 4096))]
+    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
     run = lambda x, w, y: jaxkern.linear_cross_entropy(x, w, y, memory=memory)
     analysis: Any = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile().memory_analysis()
-    taken = analysis.temp_size_in_bytes / (2 * 64 * 4096)
-    # A CPU multiplies in float32, and sums need some: less than 6 times the logits of a part.
-    assert taken < 6 * LOGITS_OF[memory]
-    assert memory is None or taken < 1
+    taken = analysis.temp_size_in_bytes / (jnp.dtype(dtype).itemsize * rows * 4096)
+    assert taken < min(most, 1 if memory else most)
 
 
 def test_parts_are_as_few_as_memory_allows():
@@ -540,8 +522,7 @@ def test_the_kernels_are_those_of_the_logits(dtype):
     """Lowered for a GPU: one call of each for the first chunk, one in the loop of the others."""
     x, weight, bias, labels = inputs(ROWS, K, 16384, dtype)
     run = functools.partial(linear, labels=labels, memory=memory_for(768, dtype, 16384))
-    lowered = jax.jit(jax.grad(run, (0, 1, 2))).trace(x, weight, bias)
-    text = lowered.lower(lowering_platforms=("cuda",)).as_text()
+    text = check.lowered(jax.grad(run, (0, 1, 2)), x, weight, bias)
     for kernel in ("cross_entropy_fwd", "cross_entropy_bwd"):
         assert sum(kernel in line for line in text.splitlines() if "mosaic_gpu_v2" in line) == 2
 
@@ -637,8 +618,7 @@ PLACES |= {"weight": P(None, "v"), "sums": P(None, "v")}
 
 def on_mesh(sizes, kind, **arrays):
     """Arrays on a mesh of so many devices along "data" and "v", each split as it can be."""
-    devices = jax.devices()[: sizes[0] * sizes[1]]
-    mesh = jax.make_mesh(sizes, ("data", "v"), (kind,) * 2, devices=devices)
+    mesh = check.mesh_of(kind, *sizes, names=("data", "v"))
     return [jax.device_put(v, NamedSharding(mesh, PLACES[name])) for name, v in arrays.items()]
 
 
@@ -685,13 +665,12 @@ def test_second_derivatives_on_a_mesh(kind):
 def test_inside_shard_map(check_vma):
     """The gradient of a weight that devices share is a sum over them, whose rows the user split."""
     *arrays, labels = inputs((4, 640), K, CLASSES)
-    mesh = jax.make_mesh((4,), ("data",), (AUTO,), devices=jax.devices()[:4])
     options: Any = {"memory": memory_for(520), "reduction": "sum"}
     split = jax.shard_map(
         lambda x, w, b, y: linear(x, w, b, labels=y, **options)[None],
-        mesh=mesh,
-        in_specs=(P("data"), P(), P(), P("data")),
-        out_specs=P("data"),
+        mesh=check.mesh_of(AUTO, 4),
+        in_specs=(P("x"), P(), P(), P("x")),
+        out_specs=P("x"),
         check_vma=check_vma,
     )
     got = jax.jit(jax.grad(lambda *a: jnp.sum(split(*a, labels)), (0, 1, 2)))(*arrays)
@@ -726,16 +705,6 @@ def test_what_is_in_chunks(change, rows):
     run = lambda x: jax.tree.leaves(linear(x, weight, bias, labels=labels, **change))[0].sum()
     text = str(jax.make_jaxpr(run)(x))
     assert [n for n in range(CLASSES, 1536) if f"[{n},{CLASSES}]" in text] == rows
-
-
-def test_memory_of_chunks():
-    """A program on a CPU takes little more than the logits of a chunk and their gradient."""
-    rows, classes = 4096, 4096
-    types = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((rows, 16), (16, classes))]
-    labels = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    run = lambda x, w, y: linear(x, w, None, labels=y, memory=memory_for(1024, classes=classes))
-    analysis: Any = jax.jit(jax.grad(run, (0, 1))).lower(*types, labels).compile().memory_analysis()
-    assert analysis.temp_size_in_bytes < 2.1 * 1024 * classes * 4
 
 
 # All logits at once, and in parts of the classes

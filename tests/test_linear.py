@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 from typing import get_args
 
@@ -18,10 +17,9 @@ from jaxkern.core.target import interpreter
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import kernel, tiles
 from tests import check
-from tests.check import combinations
-from tests.test_activations import CLAMPED, PLAIN, gated_plain, oracle_of
+from tests.check import FOUR_DEVICES, PLAIN, combinations, mesh_of
+from tests.test_activations import CLAMPED, gated_plain, oracle_of
 
-FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 MEASURED = tiles.MEASURED
 DTYPES = ["bfloat16", "float16", "float32"]
 UNITS = {"clamped": CLAMPED, "silu": {}, "gelu": {"activation": "gelu"}}
@@ -219,8 +217,7 @@ def test_accumulators_over_microbatches(implementation):
         return jax.lax.scan(step, sums, x.reshape(4, 8, k))[0]
 
     if implementation == "mosaic":
-        text = jax.jit(over_all).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-        calls = check.kernel_calls(text)
+        calls = check.kernel_calls(check.lowered(over_all, x))
         assert not any("_dweight" in line for line in calls)
         sums_of = [line for line in calls if "_accumulate" in line]
         assert [line.count("output_operand_alias<") for line in sums_of] == [2, 1]
@@ -264,8 +261,8 @@ def test_accumulators_shared_by_devices(dtype):
         f = lambda a: jnp.sum(jaxkern.linear(x, w, accumulator=a).astype(jnp.float32))
         return jax.grad(f)(start)
 
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    split = jax.shard_map(grad, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P())
+    specs = {"in_specs": (P("x"), P(), P()), "out_specs": P()}
+    split = jax.shard_map(grad, mesh=mesh_of(AxisType.Auto, 2), **specs)
     check.assert_close(jax.jit(split)(x, w, start), grad(x, w, start), 1e-6)
 
 
@@ -316,8 +313,7 @@ HOW = {"sums": ("float32", None, 1), "bf16": ("bfloat16", None, 0), "xla": ("bfl
 
 
 def _placer(*sizes):
-    names, devices = "st"[: len(sizes)], jax.devices()[: math.prod(sizes)]
-    mesh = jax.make_mesh(sizes, tuple(names), (AxisType.Explicit,) * len(sizes), devices=devices)
+    mesh = mesh_of(AxisType.Explicit, *sizes, names="st")
     return lambda v, *spec: jax.device_put(v, jax.NamedSharding(mesh, P(*spec)))
 
 
@@ -379,8 +375,8 @@ def test_epilogue_of_several_boxes():
     product = kernel.Product(
         False, True, ("float32", "bfloat16"), lambda p, r, t: [p[0] + t[0], p[0] * t[0]], "test"
     )
+    tile = tiles.ProductTile(128, 128, 64, 2, None)
     with interpreter():
-        tile = tiles.ProductTile(128, 128, 64, 2, None)
         got = jax.jit(lambda *v: kernel.matmul(product, tile, *v))([a], [b], (), [c])
     a, b, c = (np.asarray(v, np.float64) for v in (a, b, c))
     assert check.relative_error(got[0], a @ b.T + c) < 1e-6
@@ -425,7 +421,7 @@ def test_choice_follows_the_table(monkeypatch):
 
 def lowered_calls(f, *types):
     """The kernels of a program for CUDA, and its text."""
-    text = jax.jit(f).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+    text = check.lowered(f, *types)
     return check.kernel_calls(text), text
 
 

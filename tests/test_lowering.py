@@ -21,7 +21,7 @@ from jaxkern.core.bound import Bound, describe
 from jaxkern.core.target import GPUS
 from jaxkern.ops.norm.kernel import launch_fwd
 from jaxkern.ops.norm.reference import NormOptions
-from tests.check import kernel_calls
+from tests.check import kernel_calls, mesh_of
 
 pytestmark = pytest.mark.smoke
 CUSTOM_CALL = export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
@@ -104,8 +104,8 @@ def test_vmap_makes_a_kernel_of_its_own():
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("remat", [False, True])
 def test_every_device_shares_a_kernel(kind, remat):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
-    split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    mesh = mesh_of(kind, 4)
+    split, whole = NamedSharding(mesh, P("x")), NamedSharding(mesh, P())
     gradient = jax.grad(functools.partial(loss, remat=remat), (0, 1))
     for layers in (4, 5):
         lowered = lower(gradient, *arrays(8, split, whole, layers))
@@ -117,11 +117,11 @@ def test_every_device_shares_a_kernel(kind, remat):
 
 
 def test_shard_map_shares_a_kernel():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x, weights = arrays(8, NamedSharding(mesh, P("data")), NamedSharding(mesh, P()))
+    mesh = mesh_of(AxisType.Auto, 4)
+    x, weights = arrays(8, NamedSharding(mesh, P("x")), NamedSharding(mesh, P()))
     for check in (True, False):
         on_each = jax.shard_map(
-            jax.grad(loss), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+            jax.grad(loss), mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"),
             check_vma=check,
         )  # fmt: skip
         lower(on_each, x, weights)
@@ -164,8 +164,8 @@ def test_where_no_kernel_runs_none_is_traced(monkeypatch):
 
 def test_the_text_of_a_program_tells_its_kernels_apart_before_it_is_split():
     """Who keeps compiled programs leaves the pointers out, which differ in each process."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    mesh = mesh_of(AxisType.Auto, 4)
+    x = jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     weight = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, P()))
 
     def text(**options):

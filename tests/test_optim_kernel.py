@@ -18,7 +18,8 @@ from jaxkern.optim.arithmetic import Leaf, StepNumbers, UpdateRule, is_code, num
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.kernel import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
-from tests.check import ON_GPU, combinations, running
+from tests import check
+from tests.check import FOUR_DEVICES, ON_GPU, combinations, running
 from tests.test_optim import BF16, F16, F32, assert_close, assert_same, tree_of
 
 SCALE = StaticLossScale(8.0)
@@ -102,9 +103,7 @@ def test_kernel_is_its_twin(case, monkeypatch):
 
 def lowered(f, *args, donate=()):
     """As CUDA gets it, without the kernels' own code."""
-    program = jax.jit(f, donate_argnums=donate).trace(*args)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
-    return re.sub(r'module = "[^"]*"', "", text)
+    return re.sub(r'module = "[^"]*"', "", check.lowered(f, *args, donate=donate))
 
 
 def test_a_chain_is_one_pass():
@@ -127,7 +126,7 @@ def test_kernel_works_in_place(monkeypatch):
     monkeypatch.setattr(kernel, "MAX_REFS", 16)
     tx = jaxkern.fused_adamw(0.1, clip_norm=1.0, mask=lambda p: jax.tree.map(lambda a: True, p))
     params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(10)} | {"large": jnp.ones(1024)}
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # of a device, which is all
+    mesh = check.mesh_of(AxisType.Auto, 1)  # of a device, which is all
     params = jax.device_put(params, NamedSharding(mesh, P()))
     step = functools.partial(jaxkern.apply, tx)
     text = lowered(step, params, tx.init(params), params, donate=(1, 2))
@@ -242,18 +241,16 @@ def test_a_tree_takes_one_launch(monkeypatch):
 
 # Meshes
 
-ON_FOUR = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-
 
 def on_mesh(kind, specs):
     """A mesh of four devices, and a function that splits a tree over them."""
     axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    mesh = check.mesh_of(axis_type, 4, names=("data",))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
     return mesh, lambda tree: jax.device_put(tree, shardings)
 
 
-@ON_FOUR
+@FOUR_DEVICES
 @combinations("kind", ["Auto", "shard_map", "Explicit"], few=2)
 def test_a_step_on_a_mesh(kind):
     """Split parameters stay split, and the step is that of one device.
@@ -286,7 +283,7 @@ def test_a_step_on_a_mesh(kind):
     assert text.count(f"custom_call @{launch}") == steps_and_norms
 
 
-@ON_FOUR
+@FOUR_DEVICES
 @combinations("kind", ["Explicit", "Auto"], few=1)
 def test_scaling_on_a_mesh(kind):
     """The flag and the norm are those of all devices' parts, and of a replicated leaf once."""

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
@@ -23,6 +24,7 @@ from jaxkern.precision import (
     all_finite,
     select_tree,
 )
+from tests.check import FOUR_DEVICES, mesh_of
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 POLICY = Policy("float32", "bfloat16", "float16")
@@ -281,12 +283,11 @@ def test_sums_are_in_float32():
         assert_close(jax.jit(accumulate)(wide, parts(4)), whole(wide, BATCH), 1e-12)
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@FOUR_DEVICES
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
     """Counts one sum of each gradient and of the loss, in float32, after the loop."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    axes = ("data", "model")
+    mesh, axes = mesh_of(AxisType.Auto, 2, 2), ("x", "y")
     specs = {"in_specs": (P(), P(None, axes)), "out_specs": P(), "check_vma": check_vma}
     split = functools.partial(accumulate, axis_name=axes)
     step = jax.jit(jax.shard_map(split, mesh=mesh, **specs))

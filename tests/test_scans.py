@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
@@ -235,7 +236,7 @@ def test_errors(of, wrong_calls):
 def test_groups_of_parts_on_mesh(of, op, size, along):
     """Fewer groups than devices: gathered on a mesh with Explicit axes."""
     arrays = of.inputs_and_state(*size, groups=2)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = check.mesh_of(AxisType.Explicit, 4, names=("data",))
     # Specs of B and C without groups are short of an axis, which is not split.
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     placed = [place(a, spec) for a, spec in zip(arrays, op.specs(data=along)[:-1], strict=True)]
@@ -257,8 +258,7 @@ def test_plain_paths_agree_on_whatever_they_are_given(of):
     """The passes and JAX's own derivative, whole and split, by rates of both signs, with a NaN."""
     length, every = (256, 128) if of is ssd else (32, 8)
     size = (1, length, 2, 3, 2) if of is ssd else (1, length, 3, 2)
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    along = NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    along = NamedSharding(check.mesh_of(AxisType.Explicit, 2), P(None, "x"))
 
     def put(arrays):
         return [jax.device_put(v, along) if v.shape[1:2] == (length,) else v for v in arrays]
@@ -449,8 +449,7 @@ def test_the_state_is_aliased():
     """Where the program is for a GPU the kernel writes the state to where it was."""
     arrays = inputs(ssd, 2, 4, 64, 128, layers=3)
     run = lambda arrays: ssd.STEP(**arrays, layer=1, implementation="mosaic")
-    text = jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = [line for line in text.splitlines() if "@mosaic_gpu" in line]
+    (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
     assert call.count("output_operand_alias<") == 2  # the state, and x that becomes the output
 
 

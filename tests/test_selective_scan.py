@@ -264,8 +264,7 @@ def test_selective_scan_of_too_many_states():
         scan(*arrays, implementation="mosaic")
     chosen, in_plain_jax = (scan(*arrays, implementation=i) for i in (None, "xla"))
     np.testing.assert_array_equal(chosen, in_plain_jax)
-    run = jax.jit(functools.partial(scan, implementation=None))
-    text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = check.lowered(functools.partial(scan, implementation=None), *arrays)
     assert "selective_scan_fwd" not in text
 
 
@@ -279,8 +278,8 @@ def test_selective_scan_lowers_for_cuda(dtype, states):
     *arrays, D, z, _ = inputs(2, 70, 130, states, dtype, weight_dtype="float32")
     of = {"segment_ids": packed_ids(2, 70)} if dtype == "float16" else {"z": z}
     scan = functools.partial(jaxkern.selective_scan, D=D, **of, implementation="mosaic")
-    program = jax.jit(jax.grad(lambda *a: scan(*a).astype(jnp.float32).sum(), range(5)))
-    text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    grad = jax.grad(lambda *a: scan(*a).astype(jnp.float32).sum(), range(5))
+    text = check.lowered(grad, *arrays)
     assert "selective_scan_fwd" in text
     assert "selective_scan_bwd" in text
 

@@ -1,9 +1,7 @@
 """Sequences that devices split, under jit and in a user's ``shard_map``, and their sections."""
 
-import contextlib
 import dataclasses
 import functools
-import math
 import re
 import warnings
 from typing import Any, NamedTuple
@@ -16,18 +14,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.core import kernel_call, kernel_pass
-from jaxkern.core.target import interpreter
 from jaxkern.nn import mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of
 from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.sections import SectionOptions
 from tests import check, sequences
+from tests.check import FOUR_DEVICES, mesh_of
 from tests.sequences import random
 
 TOLERANCE = 2e-5
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
@@ -105,12 +102,6 @@ def _cut(op: Op, length: int | None) -> Any:
     """The op's arrays, as long as `length`."""
     cut = lambda v, axes: v[:, :length] if axes.startswith("bl") else v
     return tuple(map(cut, op.arrays, op.axes.split()))
-
-
-def mesh_of(kind: AxisType, *shape: int) -> Any:
-    """A mesh of the first devices, with axes x and y."""
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, ("x", "y")[: len(shape)], (kind,) * len(shape), devices=devices)
 
 
 def assert_nothing_whole(compiled: Any, op: Op) -> None:
@@ -456,7 +447,7 @@ def test_kernels_find_what_a_device_hands_on(name, packed):
     options, *arrays = _carries(name, packed)
     passes = ops[name].CARRY, ops[name].BWD_CARRY
     run = lambda f, args: jax.jit(functools.partial(f, options))(*args)
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+    with check.in_kernels():
         got = [run(p.kernel, args) for p, args in zip(passes, arrays, strict=True)]
     want = [run(p.reference, args) for p, args in zip(passes, arrays, strict=True)]
     finite = lambda v: np.nan_to_num(np.asarray(v, np.float64), nan=7.0, posinf=9.0)
@@ -489,7 +480,7 @@ def _arrays(batch: int, sections: int, units: int, size: int) -> tuple[Any, Any,
 
 
 def _run(f: Any, *arrays: Any) -> Any:
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+    with check.in_kernels():
         return jax.jit(f)(*arrays)
 
 

@@ -196,8 +196,7 @@ def test_ssd_of_growing_states_in_short_segments(implementation, order):
     """The decay over a device's part is e^128, and that over a segment of four tokens e^4."""
     length = 256
     ones, ids = jnp.ones((1, length, 1, 1)), jnp.arange(length)[None] // 4
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    split = NamedSharding(mesh, P(None, "data"))
+    split = NamedSharding(check.mesh_of(AxisType.Explicit, 2), P(None, "x"))
 
     def gradient(put, dt):
         x, segment_ids = put(ones), put(ids)
@@ -547,17 +546,13 @@ def test_ssd_kernels_refuse(arrays, options, reason):
         scan(*arrays, implementation="mosaic", **options)
 
 
-def lowered(f, arrays):
-    return jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-
-
 @exhaustive
 @pytest.mark.parametrize("isolate_nan", [True, False])
 def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
     """The host waits for the condition of a loop, once a pass."""
     options = {"segment_ids": packed_ids(1, 70), "isolate_nan": isolate_nan}
     loss = lambda *arrays: jnp.sum(scan(*arrays, implementation="mosaic", **options))
-    text = lowered(jax.value_and_grad(loss), HALF(*ONE_STEP))
+    text = check.lowered(jax.value_and_grad(loss), *HALF(*ONE_STEP))
     assert "mosaic_gpu" in text
     assert ("stablehlo.while" in text) == isolate_nan
 
@@ -568,13 +563,13 @@ def test_ssd_kernels_are_hoppers(gpu):
         jaxkern.lowering_for(gpu),
         pytest.raises(NotImplementedError, match="multiply by wgmma, which Hopper alone has"),
     ):
-        lowered(functools.partial(scan, implementation="mosaic"), HALF(*ONE_STEP))
+        check.lowered(functools.partial(scan, implementation="mosaic"), *HALF(*ONE_STEP))
 
 
 def test_ssd_kernels_run_where_they_take_the_call():
     """What they leave is plain JAX's."""
     for make, taken in (HALF, True), (inputs_and_state, False):
-        text = lowered(functools.partial(scan, implementation=None), make(*ONE_STEP))
+        text = check.lowered(functools.partial(scan, implementation=None), *make(*ONE_STEP))
         assert bool(check.kernel_calls(text)) == taken
 
 
