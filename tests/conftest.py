@@ -79,7 +79,7 @@ DEFAULT = pytest.StashKey[list[str]]()
 _STARTED = pytest.StashKey[float]()
 """CPU seconds at the start of a test's phase."""
 
-_LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
+_LONG = ("test_lm_model", "test_notebooks", "test_nn")
 """Files whose tests take longest on a GPU."""
 
 
