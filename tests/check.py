@@ -332,6 +332,7 @@ class _Cell:
             i for i, a in enumerate(self.arrays) if jnp.issubdtype(a.dtype, jnp.floating)
         )
         self.interpreted = interpreted(implementation)
+        self.local = implementation is None or ON_GPU  # elsewhere XLA splits as it likes
         self.cotangent = jax.random.normal(
             jax.random.key(1), jax.eval_shape(op.reference, *self.arrays).shape
         )
@@ -411,10 +412,6 @@ def kernel_calls(text: str) -> list[str]:
 
 def _value(c: _Cell) -> None:
     c.close(c.f(*c.arrays), c.want_value())
-
-
-def _jit(c: _Cell) -> None:
-    c.close(jax.jit(c.f)(*c.arrays), c.want_value())
 
 
 def _grad(c: _Cell) -> None:
@@ -548,6 +545,11 @@ def _value_and_grad(c: _Cell, f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _on_meshes(c: _Cell, local: bool, **split: str) -> None:
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        _on_mesh(c, kind, local, **split)
+
+
 def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
     """Value and gradients with these axes split; `local`: nothing but sums leaves a device."""
     mesh = _mesh(kind, tuple(split))
@@ -569,24 +571,10 @@ def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
         assert not out.sharding.is_fully_replicated
 
 
-def _auto_mesh(c: _Cell) -> None:
-    _on_mesh(c, AxisType.Auto, c.implementation is None or ON_GPU, data=c.op.row)
-
-
 def _explicit_mesh(c: _Cell) -> None:
     for context in (contextlib.nullcontext(), jax.set_mesh(_mesh(AxisType.Explicit))):
         with context:
-            _on_mesh(c, AxisType.Explicit, c.implementation is None or ON_GPU, data=c.op.row)
-
-
-def _feature_mesh(c: _Cell) -> None:
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        _on_mesh(c, kind, local=False, data=c.op.features)
-
-
-def _channel_mesh(c: _Cell) -> None:
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        _on_mesh(c, kind, local=True, data=c.op.row, model=c.op.channels)
+            _on_mesh(c, AxisType.Explicit, c.local, data=c.op.row)
 
 
 def _vmap_explicit_mesh(c: _Cell) -> None:
@@ -611,36 +599,23 @@ def _shard_map(c: _Cell, check_vma: bool) -> None:
     arrays, cotangent = _placed(c, mesh, (*in_specs, out_spec))
     want = c.want_grad()
 
+    specs = {"mesh": mesh, "in_specs": (out_spec, *in_specs), "check_vma": check_vma}
+
     def outside(arrays: Arrays, cotangent: Any) -> Any:
         """Differentiated from outside: JAX sums what is shared."""
-
-        def local(cotangent: Any, *a: Any) -> Any:
-            return jax.lax.psum(c.loss(c.f, cotangent)(*a), "data")
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(out_spec, *in_specs), out_specs=P(), check_vma=check_vma
-        )
+        local = lambda cotangent, *a: jax.lax.psum(c.loss(c.f, cotangent)(*a), "data")
+        mapped = jax.shard_map(local, out_specs=P(), **specs)
         return jax.grad(lambda *a: mapped(cotangent, *a), c.argnums)(*arrays)
 
     def inside(arrays: Arrays, cotangent: Any) -> Any:
         """Differentiated inside: with check_vma=False, the user sums what is shared."""
 
         def local(cotangent: Any, *a: Any) -> Any:
-            grads = c.grad(c.f, cotangent)(*a)
-            if check_vma:
-                return grads
-            shared = ["data" not in str(spec) for spec in of_gradients]
-            return tuple(
-                jax.lax.psum(g, "data") if s else g for g, s in zip(grads, shared, strict=True)
-            )
+            shared = [not check_vma and "data" not in str(spec) for spec in of_gradients]
+            added = lambda g, is_shared: jax.lax.psum(g, "data") if is_shared else g
+            return tuple(map(added, c.grad(c.f, cotangent)(*a), shared))
 
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(out_spec, *in_specs),
-            out_specs=of_gradients,
-            check_vma=check_vma,
-        )(cotangent, *arrays)
+        return jax.shard_map(local, out_specs=of_gradients, **specs)(cotangent, *arrays)
 
     c.close(jax.jit(outside)(arrays, cotangent), want)
     c.close(jax.jit(inside)(arrays, cotangent), want)
@@ -676,13 +651,10 @@ def _axis_names(c: _Cell) -> None:
 
 
 def _export(c: _Cell) -> None:
-    """One traced function, for a GPU that is not here and for the CPU."""
-    call = functools.partial(c.op.call, implementation=None)
-    traced = jax.jit(c.grad(call))
-    for_gpu = jax.export.export(traced, platforms=("cuda",))(*c.arrays)
-    assert c.kernel_counts(for_gpu.mlir_module()) == (1, 1)
-    here = "cuda" if ON_GPU else "cpu"
-    exported = jax.export.export(traced, platforms=(here,))(*c.arrays)
+    """One export, for a GPU that may not be here and for the CPU."""
+    traced = jax.jit(c.grad(functools.partial(c.op.call, implementation=None)))
+    exported = jax.export.export(traced, platforms=("cuda", "cpu"))(*c.arrays)
+    assert c.kernel_counts(exported.mlir_module()) == (1, 1)
     again = jax.export.deserialize(exported.serialize())
     c.close(again.call(*c.arrays), c.want_grad())
 
@@ -698,7 +670,6 @@ def _kernels(c: _Cell) -> None:
 
 TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "value": _value,
-    "jit": _jit,
     "grad": _grad,
     "grad of one argument": _grad_of_one,
     "vmap": _vmap,
@@ -710,11 +681,11 @@ TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "scan": _scan,
     "shard_map": functools.partial(_shard_map, check_vma=True),
     "shard_map unchecked": functools.partial(_shard_map, check_vma=False),
-    "auto mesh": _auto_mesh,
+    "auto mesh": lambda c: _on_mesh(c, AxisType.Auto, c.local, data=c.op.row),
     "explicit mesh": _explicit_mesh,
     "vmap(grad) on explicit mesh": _vmap_explicit_mesh,
-    "features split": _feature_mesh,
-    "rows and channels split": _channel_mesh,
+    "features split": lambda c: _on_meshes(c, False, data=c.op.features),
+    "rows and channels split": lambda c: _on_meshes(c, True, data=c.op.row, model=c.op.channels),
     "mesh axis names": _axis_names,
     "export": _export,
     "kernels lowered": _kernels,
@@ -726,12 +697,12 @@ WITHOUT_INTERPRETER = frozenset(
 )
 """Cells whose kernels only a GPU can run; elsewhere they run with the choice at lowering time."""
 
-AROUND_A_RULE = frozenset({"jit", "grad of one argument", "checkpoint"})
+AROUND_A_RULE = frozenset({"grad of one argument", "checkpoint"})
 """Cells that differ from others in what JAX does around an op's rule.
 
 The interpreter, which is slow, shows them with one op."""
 
-OF_JAX = frozenset({"jit", "grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
+OF_JAX = frozenset({"grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
 """Cells in which plain JAX, which has no rule of ours, is JAX's own affair: one op shows them."""
 
 IMPLEMENTATIONS: tuple[str | None, ...] = ("mosaic", None, "xla")

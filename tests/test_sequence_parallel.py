@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import re
 import warnings
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +36,13 @@ def ids_of(batch: int, length: int) -> jax.Array:
     return jnp.asarray(np.stack(ids), jnp.int32)
 
 
-class Op(NamedTuple):
+def _op(name: str, length: int, channels: int, **options: Any) -> Any:
     """An op at small size: its arrays, the last of segment ids, and a letter for each axis."""
-
-    call: Any
-    oracle: Any
-    arrays: tuple[Any, ...]
-    axes: str
-
-
-def _op(name: str, length: int, channels: int, **options: Any) -> Op:
     op, groups = sequences.OPS[name], {"n": 5, "p": 3, "g": 1} if name == "ssd" else {"n": 3}
     arrays = op.arrays(b=2, l=length, d=channels, w=4, k=3, **groups)
     call = functools.partial(op.call, **options)
-    return Op(call, op.oracle, (*arrays, ids_of(2, length)), f"{op.axes} bl")
+    arrays, axes = (*arrays, ids_of(2, length)), f"{op.axes} bl"
+    return SimpleNamespace(call=call, oracle=op.oracle, arrays=arrays, axes=axes)
 
 
 OPS = {
@@ -98,13 +92,13 @@ def wanted(name: str, given: str, length: int | None = None) -> Any:
     return oracle(np.cos(2 * out), np.cos(2 * final))
 
 
-def _cut(op: Op, length: int | None) -> Any:
+def _cut(op: Any, length: int | None) -> Any:
     """The op's arrays, as long as `length`."""
     cut = lambda v, axes: v[:, :length] if axes.startswith("bl") else v
     return tuple(map(cut, op.arrays, op.axes.split()))
 
 
-def assert_nothing_whole(compiled: Any, op: Op) -> None:
+def assert_nothing_whole(compiled: Any, op: Any) -> None:
     """No all-gather gives an array as long as the sequence."""
     for line in re.findall(r".* all-gather\(.*", compiled.as_text()):
         sizes = line.partition("[")[2].partition("]")[0].split(",")
@@ -114,7 +108,7 @@ def assert_nothing_whole(compiled: Any, op: Op) -> None:
 # Under plain jit
 
 
-def _placed(op: Op, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
+def _placed(op: Any, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
     specs = (P(*(split.get(letter) for letter in axes)) for axes in op.axes.split())
     return tuple(
         None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
@@ -205,7 +199,7 @@ def test_a_sequence_that_parts_do_not_fit_is_gathered(name):
 # Inside shard_map
 
 
-def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> Any:
+def _by_name(op: Any, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> Any:
     """What :func:`value_and_grads` gives, inside ``shard_map``, which adds up devices' shares."""
     specs = tuple(P(*(axes if c == "l" else None for c in letters)) for letters in op.axes.split())
     along, final = P(None, axes), options["return_final_state"]

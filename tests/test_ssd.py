@@ -240,7 +240,7 @@ def test_ssd_optional_arguments(implementation):
 
 # Transformations and meshes
 
-OF_RULES = ("jit", "vmap", "vmap(vmap)", "scan", "shard_map unchecked")
+OF_RULES = ("vmap", "vmap(vmap)", "scan", "shard_map unchecked")
 """What JAX does around a rule, which other ops show, and the kernels on a GPU."""
 
 SSD = check.Op(
