@@ -17,7 +17,6 @@ from jaxkern.core import kernel_call
 from jaxkern.precision import DynamicLossScale, StaticLossScale
 from tests.check import combinations
 
-ON_GPU = jax.default_backend() == "gpu"
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 NAMES = ("adam", "adamw", "sgd")
 OPTIONS = {"adam": {}, "adamw": {"weight_decay": 0.1}, "sgd": {"momentum": 0.9}}
