@@ -372,6 +372,7 @@ def test_parts_of_nothing(shape):
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1"),
         ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0"),
         ({"logit_softcap": 0}, ValueError, "logit_softcap must be above 0 or None, got 0"),
+        ({"logit_softcap": 1e400}, ValueError, "logit_softcap must be .*inf.*None is for no cap"),
         ({"reduction": "max"}, ValueError, '"mean", "sum" or "none", got .max'),
         ({"weight": np.ones((12, 8))}, ValueError, r"goes in as weight\.T"),
         ({"bias": np.ones(8)}, ValueError, r"bias must have shape \(12,\)"),
@@ -412,11 +413,7 @@ def plain_mean(x, weight, bias, *, labels, **options):
 
 def truth(arrays, labels, dmean=1.0, **options):
     """The mean of losses and its gradients in float64."""
-    counted = np.asarray(labels) != IGNORED
-    dloss = counted * dmean / counted.sum()
-    wide = [np.asarray(v).astype(np.float64) for v in arrays]
-    (losses, _), grads = oracle(*wide, dloss, 0 * dloss, labels=labels, **options)
-    return losses.sum() / counted.sum(), grads
+    return oracle_of(plain_mean)(*arrays, dmean, labels=labels, **options)
 
 
 def no_worse_than_plain(got, arrays, labels, dmean=1.0, **options):

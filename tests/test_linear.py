@@ -578,6 +578,10 @@ WRONG = {
         ({"accumulator": np.ones((5, 3))}, ValueError, r"accumulator must have shape \(3, 5\)"),
         ({"accumulator": jnp.ones((3, 5), "bfloat16")}, TypeError, "accumulator must be float32"),
         ({"accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype must be float32 or"),
+        *(
+            ({"accumulate_dtype": dtype}, TypeError, "^accumulate_dtype must be a dtype, got ")
+            for dtype in ("bogus", None, 3, jnp.ones(3), (None, None))
+        ),
         ({"implementation": "mosaic"}, NotImplementedError, "x is float32"),
     ],
     "gated_linear_unit": [
@@ -592,6 +596,11 @@ WRONG = {
         ({"limit": 0.0}, ValueError, "limit must be above 0"),
         ({"accumulators": np.ones((3, 6))}, ValueError, r"two arrays \(3, 6\).*got one array"),
         ({"accumulators": (np.ones((3, 6)),)}, ValueError, "of w_gate and of w_up; got 1"),
+        (
+            {"accumulators": (None, None)},
+            TypeError,
+            r"^accumulators\[0\] must be an array, got",
+        ),
         ({"w_up": None, "accumulators": np.ones((3, 3))}, ValueError, r"\(3, 6\) = \(K, 2N\)"),
     ],
 }
