@@ -116,6 +116,26 @@ def test_arguments_are_arrays(name):
             jax.eval_shape(wrong, *kinds)
 
 
+OF_A_SHAPE = r"(\((\.\.\.|[A-Z])[^a-z]*\)|the shape of \w+)"
+"""The shape that an array must have, as messages tell it: in letters, or as another array's."""
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.run is None])
+def test_arguments_of_another_shape_are_named(name):
+    """By those that lack an axis, and where one is longer by what does not go with it."""
+    case = CASES[name]
+    kinds = case.types(SIZES, MIXED)
+    free = next((a.name for a in case.arguments if a.axes.startswith("m")), None)
+    for i, (argument, kind) in enumerate(zip(case.names, kinds, strict=True)):
+        of = "weight" if argument == "w" else argument
+        fewer, longer = kind.shape[1:], (kind.shape[0] + 1, *kind.shape[1:])
+        for shape, named in ((fewer, of), (longer, r"\w+")) if argument != free else ():
+            wrong = (*kinds[:i], jax.ShapeDtypeStruct(shape, kind.dtype), *kinds[i + 1 :])
+            got = re.escape(str(shape)) if named == of else r"\("
+            with pytest.raises(ValueError, match=rf"^{named} must have .*{OF_A_SHAPE}.*got {got}"):
+                jax.eval_shape(case.call, *wrong)
+
+
 WRONG = {
     bool: ("no", 1, None, jnp.array(True)),
     int: (True, 1.5, "2"),

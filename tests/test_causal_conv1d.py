@@ -12,7 +12,6 @@ from jaxkern.ops.causal_conv1d import causal_conv1d_reference, kernel
 from jaxkern.ops.causal_conv1d.tiles import ConvTile
 from tests import check, sequences
 
-RELU = functools.partial(jaxkern.causal_conv1d, activation="relu")
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 OP = sequences.OPS["causal_conv1d"]
@@ -141,20 +140,12 @@ def test_causal_conv1d_is_its_steps(width, dtype):
 
 
 def test_causal_conv1d_errors():
-    x, weight, bias, state = inputs(2, 6, 3, 4)
-    step, wide = jaxkern.causal_conv1d_step, jnp.ones((3, 9))
-    for message, call, *args in (
-        (r"x must have shape \(B, L, D\), got \(6, 3\)", convolve, x[0], weight),
-        (r"weight must have shape \(D, W\).*3 ch.*got \(4, 3\)", convolve, x, weight.T),
-        (r"W at least 1; got \(3, 0\)", convolve, x, weight[:, :0]),
-        (r"bias must have shape \(3,\).*got \(2,\)", convolve, x, weight, bias[:2]),
-        ("activation must be \"silu\" or None, got 'relu'", RELU, x, weight),
-        (r"initial_state .* \(2, 3, 3\) = .*\(2, 2,", convolve, x, weight, bias, state[:, 1:]),
-        (r"state must have shape \(2, 3, 3\) = \(B, W - 1, D\)", step, x[:, :2], x[:, 0], weight),
-        (r"x must have shape \(B, D\), got \(2, 6, 3\)", step, x[:, :3], x, weight),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(*args)
+    x, weight, *_ = inputs(2, 6, 3, 4)
+    with pytest.raises(ValueError, match=r"W at least 1; got \(3, 0\)"):
+        convolve(x, weight[:, :0])
+    with pytest.raises(ValueError, match="activation must be \"silu\" or None, got 'relu'"):
+        convolve(x, weight, activation="relu")
+    wide = jnp.ones((3, 9))
     with pytest.raises(NotImplementedError, match=r"filter has 9 taps, and the kernels .* 8"):
         convolve(x, wide, implementation="mosaic")
     assert jax.eval_shape(convolve, x, wide).shape == x.shape

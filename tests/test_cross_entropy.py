@@ -367,7 +367,6 @@ def test_parts_of_nothing(shape):
     ("change", "error", "message"),
     [
         ({"labels": np.zeros(4)}, TypeError, "labels must be integers, got float32; .* optax"),
-        ({"labels": np.zeros((4, 1), int)}, ValueError, r"labels must have shape \(4,\)"),
         ({"ignore_index": 2**31}, ValueError, "ignore_index must be an int of 32 bits"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1"),
         ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0"),
@@ -375,7 +374,6 @@ def test_parts_of_nothing(shape):
         ({"logit_softcap": 1e400}, ValueError, "logit_softcap must be .*inf.*None is for no cap"),
         ({"reduction": "max"}, ValueError, '"mean", "sum" or "none", got .max'),
         ({"weight": np.ones((12, 8))}, ValueError, r"goes in as weight\.T"),
-        ({"bias": np.ones(8)}, ValueError, r"bias must have shape \(12,\)"),
         ({"memory": 0}, ValueError, "memory must be at least 1, got 0"),
         ({"accumulator": np.ones((8, 12), jnp.bfloat16)}, TypeError, "accumulator must be float32"),
     ],

@@ -572,8 +572,6 @@ def test_results_of_few_columns_are_the_same_each_time(n):
 
 WRONG = {
     "linear": [
-        ({"weight": np.ones((4, 5))}, ValueError, r"weight must have shape \(K, N\), K = 3"),
-        ({"bias": np.ones(4)}, ValueError, r"bias must have shape \(5,\)"),
         ({"activation": "mish"}, ValueError, r'activation must be one of "relu".* or None; got'),
         ({"accumulator": np.ones((5, 3))}, ValueError, r"accumulator must have shape \(3, 5\)"),
         ({"accumulator": jnp.ones((3, 5), "bfloat16")}, TypeError, "accumulator must be float32"),
@@ -586,8 +584,6 @@ WRONG = {
     ],
     "gated_linear_unit": [
         ({"w_gate": np.ones((3, 5)), "w_up": None}, ValueError, r"\(K, 2N\).*odd number"),
-        ({"w_gate": np.ones((4, 6))}, ValueError, r"w_gate must have shape \(K, N\), K = 3"),
-        ({"w_up": np.ones((3, 5))}, ValueError, r"w_up must have shape \(3, 6\)"),
         ({"w_up": None, "b_up": np.ones(3)}, ValueError, r"b_up must be None without w_up"),
         ({"b_gate": np.ones(3)}, ValueError, r"b_gate must have shape \(6,\)"),
         ({"b_up": np.ones(3)}, ValueError, r"b_up must have shape \(6,\)"),

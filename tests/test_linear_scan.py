@@ -210,14 +210,11 @@ def test_linear_scan_of_extremes(implementation, tiles):
 def test_linear_scan_errors():
     a, b, state = inputs(2, 5, 3)
     wide = lambda v: v.astype(jnp.complex64)
-    for error, message, *arrays in [
-        (ValueError, r"a must have shape \(B, L, D\), got \(5, 3\)", a[0], b),
-        (ValueError, r"b must have shape \(2, 5, 3\).*got \(2, 4, 3\)", a, b[:, :4]),
-        (ValueError, r"initial_state must have shape \(2, 3\).*got \(3,\)", a, b, state[0]),
-        (TypeError, r"b must be complex where a is.*float32.*astype\(complex", wide(a), b),
-        (TypeError, "b must be complex where initial_state is", a, b, wide(state)),
+    for message, *arrays in [
+        (r"b must be complex where a is.*float32.*astype\(complex", wide(a), b),
+        ("b must be complex where initial_state is", a, b, wide(state)),
     ]:
-        with pytest.raises(error, match=message):
+        with pytest.raises(TypeError, match=message):
             scan(*arrays)
 
 

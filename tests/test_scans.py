@@ -145,50 +145,26 @@ def saving(every):
 
 def wrong_calls_of_ssd():
     arrays = dict(zip(NAMES, ssd.inputs_and_state(2, 5, 4, 3, 6, groups=2), strict=True))
-    x, dt, A, B, C, _, z, bias, state = arrays.values()
-    three = jnp.ones((2, 5, 3, 6))
-    run = lambda **changed: jaxkern.ssd(**arrays | changed)
-    token = dt[:, 0], A, B[:, 0], C[:, 0]
-    return run, [
-        (r"x must have shape \(B, L, H, P\), got \(5, 4, 3\)", {"x": x[0]}),
-        (r"dt must have shape \(2, 5, 4\) = \(B, L, H\) of x", {"dt": dt[:, :4]}),
-        (r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)", {"A": A[:, None]}),
-        (r"B must have shape \(B, L, G, N\), or \(B, L, N\).*\(2, 5, 6\)", {"B": B[:, :, 0]}),
+    three, C = jnp.ones((2, 5, 3, 6)), arrays["C"]
+    return lambda **changed: jaxkern.ssd(**arrays | changed), [
+        (r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)", {"A": arrays["A"][:, None]}),
         (r"B must have a number of groups that divides the 4.*3", {"B": three, "C": three}),
         (r"C must have shape \(2, 5, 2, 6\).*as B", {"C": C[:1]}),
         (r"D must have shape \(4,\) = \(H,\) of x, or \(H, P\)", {"D": jnp.ones(3)}),
         (r"D must have shape \(4, 3\) = \(H, P\) of x; got", {"D": jnp.ones((4, 4))}),
-        (r"z must have shape", {"z": z[..., :1]}),
-        (r"dt_bias must have shape", {"dt_bias": bias[:1]}),
-        (r"initial_state must have shape \(2, 4, 3, 6\) = \(B, H,", {"initial_state": state[:1]}),
-        (r"segment_ids must have shape \(2, 5\) = \(B, L\)", {"segment_ids": jnp.zeros(5, int)}),
         *((f"multiple of 128 or None, got {k}; try 128", saving(k)) for k in (0, -128, 64, 200)),
-        (r"state must have shape \(2, 4, 3, 6\) = \(B, H, P, N\)", (state[:, :3], x[:, 0], *token)),
-        (r"x must have shape \(B, H, P\), got \(2, 5, 4, 3\)", (state, x, dt, A, B, C)),
     ]
 
 
 def wrong_calls_of_selective_scan():
     x, dt, A, B, C, *_ = selective_scan.inputs(2, 5, 3, 4)
-    arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    run = lambda **changed: jaxkern.selective_scan(**arrays | changed)
-    two, state = jnp.ones((2, 5, 2, 4)), jnp.zeros((2, 3, 4))
-    token = x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0]
-    return run, [
-        (r"x must have shape \(B, L, D\), got \(5, 3\)", {"x": x[0]}),
-        (r"dt must have shape \(2, 5, 3\) = \(B, L, D\) of x", {"dt": dt[:, :4]}),
+    arrays, two = {"x": x, "dt": dt, "A": A, "B": B, "C": C}, jnp.ones((2, 5, 2, 4))
+    return lambda **changed: jaxkern.selective_scan(**arrays | changed), [
         (r"A must have shape \(D, N\), D the 3 chan.*\(4, 3\)", {"A": A.T}),
         (r"B must have shape \(2, 5, 4\).*got \(2, 4, 5\)", {"B": B.swapaxes(1, 2)}),
-        (r"C must have shape", {"C": C[:1]}),
         (r"C must have shape \(2, 5, 4\).*got \(2, 5, 1, 4\)", {"C": C[:, :, None]}),
         (r"B must have a number of groups that divides the 3.*got 2", {"B": two, "C": two}),
-        (r"D must have shape \(3,\) = \(D,\) of x; got \(4,\)", {"D": jnp.ones(4)}),
-        (r"z must have shape", {"z": x[..., :1]}),
-        (r"dt_bias must have shape", {"dt_bias": jnp.ones(1)}),
-        (r"initial_state must have shape \(2, 3, 4\) = \(B, D, N\)", {"initial_state": state[:1]}),
         *((f"1, a multiple of 8 or None, got {k}; try", saving(k)) for k in (0, -8, 2, 20)),
-        (r"^state must have shape \(2, 3, 4\) = \(B, D, N\)", (state.swapaxes(1, 2), *token)),
-        (r"x must have shape \(B, D\), got \(2, 5, 3\)", (state, x, dt, A, B, C)),
     ]
 
 
@@ -197,7 +173,6 @@ def wrong_calls_of_selective_scan():
     [(ssd, wrong_calls_of_ssd), (selective_scan, wrong_calls_of_selective_scan)],
 )
 def test_errors(of, wrong_calls):
-    """Of a call by changed arguments, and of a step by its arguments."""
     run, rows = wrong_calls()
     of_limits = [
         (r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", {"dt_limit": (1, 0)}),
@@ -205,7 +180,7 @@ def test_errors(of, wrong_calls):
     ]
     for words, given in (*rows, *of_limits):
         with pytest.raises(ValueError, match=words):
-            run(**given) if isinstance(given, dict) else of.STEP(*given)
+            run(**given)
     traced = lambda **given: jax.jit(lambda high: run(dt_limit=(0, high)))(1.0)
     for words, run_wrong, given in (
         (r"dt_limit must be two numbers, \(low, high\); got 1", run, {"dt_limit": 1}),
