@@ -166,14 +166,151 @@ def test_options_of_another_type_are_refused(name):
                 jax.eval_shape(wrong, *kinds)
 
 
-def test_traced_options_name_their_remedy():
-    x = jnp.ones((2, 8))
-    for option, value in {"norm_before_gate": True, "group_size": 4, "eps": 1e-5}.items():
-        wrong = lambda value, option=option: jaxkern.rms_norm(x, **{option: value})
-        with pytest.raises(
-            TypeError, match=rf"^{option} must be .* compiled in; .*static_argnames"
-        ):
-            jax.jit(wrong)(value)
+def ones(*shape, dtype=F32):
+    return jnp.ones(shape, dtype)
+
+
+def in_groups(*shape):
+    return {"B": ones(*shape), "C": ones(*shape)}
+
+
+def saving(every):
+    return {"checkpoint_every": every}
+
+
+VALUE, TYPE = ValueError, TypeError
+OF_NORMS = [
+    (TYPE, r"bias must be an array.*eps is given by name, eps=1e-05", {"bias": 1e-5}),
+    (VALUE, "x must have at least one axis", {"x": 1.0}),
+    (VALUE, "eps must be at least 0, got -1e-06", {"eps": -1e-6}),
+    (VALUE, r'^activation .* one of "relu".* or None; got \'mish\'', {"activation": "mish"}),
+    (VALUE, r'^gate_activation .* "relu".*; got \'mish\'', {"gate_activation": "mish"}),
+    (VALUE, r'^gate_activation .*"tanh"; got None', {"gate_activation": None}),
+    (VALUE, "positive divisor of the last axis of x, 32; got 3", {"group_size": 3}),
+]
+OF_LOSSES = [
+    (TYPE, "labels must be integers, got float32; .* optax", {"labels": ones(7)}),
+    (VALUE, "ignore_index must be an int of 32 bits", {"ignore_index": 2**31}),
+    (VALUE, "label_smoothing must be at most 1", {"label_smoothing": 1.5}),
+    (VALUE, "label_smoothing must be at least 0", {"label_smoothing": -0.1}),
+    (VALUE, "logit_softcap must be above 0 or None, got 0", {"logit_softcap": 0}),
+    (VALUE, "logit_softcap must .*inf.*None is for no cap", {"logit_softcap": 1e400}),
+    (VALUE, '"mean", "sum" or "none", got .max', {"reduction": "max"}),
+]
+OF_SCANS = [
+    (VALUE, r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", {"dt_limit": (1, 0)}),
+    (VALUE, r"dt_limit\[0\] must be a number, got nan", {"dt_limit": (np.nan, 1)}),
+    (TYPE, r"dt_limit must be two numbers, \(low, high\); got 1", {"dt_limit": 1}),
+    (TYPE, r"must be an int or None, got 'all'", saving("all")),
+]
+WRONG_CALLS = {
+    "silu_and_mul": [(VALUE, r"last axis of even size.*shape \(2, 5\)", {"x": ones(2, 5)})],
+    "gelu_and_mul": [(VALUE, r"last axis of even size.*got shape \(\)", {"x": 1.0})],
+    "glu": [
+        (VALUE, r"without up .*even size.*\(2, 5\)", {"gate": ones(2, 5), "up": None}),
+        (VALUE, r'activation .* "relu".*; got \'mish\'', {"activation": "mish"}),
+        (VALUE, r'activation must be .*"tanh"; got None', {"activation": None}),
+    ],
+    "swiglu": [
+        (VALUE, "alpha must be above 0, got 0", {"alpha": 0.0}),
+        (VALUE, "limit must be above 0 or None, got -7; None is", {"limit": -7}),
+    ],
+    "rms_norm": OF_NORMS,
+    "layer_norm": OF_NORMS,
+    "linear": [
+        (VALUE, r'activation must be one of "relu".* or None; got', {"activation": "mish"}),
+        (VALUE, r"accumulator must have shape \(16, 24\)", {"accumulator": ones(24, 16)}),
+        (TYPE, "accumulator must be float32", {"accumulator": ones(16, 24, dtype=BF16)}),
+        (VALUE, "accumulate_dtype must be float32", {"x": ones(7, 16), "accumulate_dtype": BF16}),
+        *(
+            (TYPE, "^accumulate_dtype must be a dtype, got ", {"accumulate_dtype": wrong})
+            for wrong in ("bogus", None, 3, ones(3), (None, None))
+        ),
+        (NotImplementedError, "x is float32", {"x": ones(7, 16), "implementation": "mosaic"}),
+    ],
+    "gated_linear_unit": [
+        (VALUE, r"\(K, 2N\).*odd number", {"w_gate": ones(16, 25), "w_up": None}),
+        (VALUE, "b_up must be None without w_up", {"w_up": None, "b_up": ones(12)}),
+        (VALUE, r"b_gate must have shape \(24,\)", {"b_gate": ones(3)}),
+        (VALUE, r"b_up must have shape \(24,\)", {"b_up": ones(3)}),
+        (TYPE, "b_up must have a floating dtype", {"b_up": ones(24, dtype=int)}),
+        (VALUE, "activation must be one of", {"activation": None}),
+        (VALUE, r'alpha is .* within "silu".*=\'gelu\'', {"activation": "gelu", "alpha": 1.702}),
+        (VALUE, "limit must be above 0", {"limit": 0.0}),
+        (VALUE, r"two arrays \(16, 24\).*got one array", {"accumulators": ones(16, 24)}),
+        (VALUE, "of w_gate and of w_up; got 1", {"accumulators": (ones(16, 24),)}),
+        (TYPE, r"^accumulators\[0\] must be an array, got", {"accumulators": (None, None)}),
+        (VALUE, r"\(16, 24\) = \(K, 2N\)", {"w_up": None, "accumulators": ones(3, 3)}),
+    ],
+    "cross_entropy": OF_LOSSES,
+    "linear_cross_entropy": [
+        *OF_LOSSES,
+        (VALUE, r"goes in as weight\.T", {"weight": ones(40, 16)}),
+        (VALUE, "memory must be at least 1, got 0", {"memory": 0}),
+        (TYPE, "accumulator must be float32", {"accumulator": ones(16, 40, dtype=BF16)}),
+    ],
+    "linear_scan, continued": [
+        (TYPE, r"b must be complex where a is.*16.*astype\(complex", {"a": 1j * ones(2, 5, 32)}),
+        (TYPE, "b must be complex where initial_state", {"initial_state": 1j * ones(2, 32)}),
+    ],
+    "causal_conv1d, continued": [
+        (VALUE, r"W at least 1; got \(32, 0\)", {"weight": ones(32, 0)}),
+        (VALUE, "activation must be \"silu\" or None, got 'relu'", {"activation": "relu"}),
+    ],
+    "ssd": [
+        *OF_SCANS,
+        (VALUE, r"A must have shape \(6,\) = \(H,\) of x; got \(6, 1\)", {"A": ones(6, 1)}),
+        (
+            ValueError,
+            r"B must have a number of groups that divides the 6.*4",
+            in_groups(2, 5, 4, 3),
+        ),
+        (VALUE, r"C must have shape \(2, 5, 1, 3\).*as B", {"C": ones(1, 5, 1, 3)}),
+        (VALUE, r"D must have shape \(6,\) = \(H,\) of x, or \(H, P\)", {"D": ones(3)}),
+        (VALUE, r"D must have shape \(6, 64\) = \(H, P\) of x; got", {"D": ones(6, 6)}),
+        *((VALUE, f"multiple of 128 or None, got {k}; try", saving(k)) for k in (0, -128, 64, 200)),
+    ],
+    "selective_scan": [
+        *OF_SCANS,
+        (VALUE, r"A must have shape \(D, N\), D the 32 .*\(3, 32\)", {"A": ones(3, 32)}),
+        (VALUE, r"B must have shape \(2, 5, 3\).*got \(2, 3, 5\)", {"B": ones(2, 3, 5)}),
+        (VALUE, r"C must have shape \(2, 5, 3\).*\(2, 5, 1, 3\)", {"C": ones(2, 5, 1, 3)}),
+        (VALUE, r"B must have a number of groups .* the 32.*got 5", in_groups(2, 5, 5, 3)),
+        *((VALUE, f"1, a multiple of 8 or None, got {k}; try", saving(k)) for k in (0, -8, 2, 20)),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_wrong_calls(name):
+    case = CASES[name]
+    like = (ones(*t.shape, dtype=t.dtype) for t in case.types(SIZES, MIXED))
+    right = dict(zip(case.names, like, strict=True))
+    for error, words, changes in WRONG_CALLS[name]:
+        arrays = (right | {n: v for n, v in changes.items() if n in right}).values()
+        options = {n: v for n, v in changes.items() if n not in right}
+        with pytest.raises(error, match=words):
+            case.call(*arrays, **options)
+
+
+STATIC = " must be .* compiled in; .*static_argnames"
+TRACED = {
+    "norm_before_gate": ("rms_norm", True, STATIC),
+    "group_size": ("rms_norm", 4, STATIC),
+    "eps": ("rms_norm", 1e-5, STATIC),
+    "limit": ("swiglu", 7.0, " must be a Python number.*static"),
+    "dt_limit": ("ssd", 1.0, r"\[1\] must be a Python number, as it is comp"),
+}
+
+
+@pytest.mark.parametrize("option", TRACED)
+def test_traced_options_name_their_remedy(option):
+    name, value, words = TRACED[option]
+    kinds = CASES[name].types(SIZES, MIXED)
+    given = lambda value: {option: (0, value) if option == "dt_limit" else value}
+    call = lambda value, *arrays: CASES[name].call(*arrays, **given(value))
+    with pytest.raises(TypeError, match=f"^{option}{words}"):
+        jax.eval_shape(call, value, *kinds)
 
 
 # The table of cases: that it has every op, and that what it says of an op holds

@@ -363,30 +363,6 @@ def test_parts_of_nothing(shape):
         assert np.isfinite(np.float32(grad)).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"labels": np.zeros(4)}, TypeError, "labels must be integers, got float32; .* optax"),
-        ({"ignore_index": 2**31}, ValueError, "ignore_index must be an int of 32 bits"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be at most 1"),
-        ({"label_smoothing": -0.1}, ValueError, "label_smoothing must be at least 0"),
-        ({"logit_softcap": 0}, ValueError, "logit_softcap must be above 0 or None, got 0"),
-        ({"logit_softcap": 1e400}, ValueError, "logit_softcap must be .*inf.*None is for no cap"),
-        ({"reduction": "max"}, ValueError, '"mean", "sum" or "none", got .max'),
-        ({"weight": np.ones((12, 8))}, ValueError, r"goes in as weight\.T"),
-        ({"memory": 0}, ValueError, "memory must be at least 1, got 0"),
-        ({"accumulator": np.ones((8, 12), jnp.bfloat16)}, TypeError, "accumulator must be float32"),
-    ],
-)
-def test_wrong_calls(change, error, message):
-    x, weight, labels = np.ones((4, 8)), np.ones((8, 12)), np.zeros(4, int)
-    with pytest.raises(error, match=message):
-        jaxkern.linear_cross_entropy(**{"x": x, "weight": weight, "labels": labels, **change})
-    if not change.keys() & {"weight", "bias", "memory", "accumulator"}:
-        with pytest.raises(error, match=message):
-            jaxkern.cross_entropy(**{"logits": x, "labels": labels, **change})
-
-
 # In chunks of rows
 
 ROWS, K, CLASSES = (3, 500), 24, 300

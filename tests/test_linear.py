@@ -570,50 +570,6 @@ def test_results_of_few_columns_are_the_same_each_time(n):
     check.assert_same_bits(lambda: gradients(x, w, 2 * w), 200)
 
 
-WRONG = {
-    "linear": [
-        ({"activation": "mish"}, ValueError, r'activation must be one of "relu".* or None; got'),
-        ({"accumulator": np.ones((5, 3))}, ValueError, r"accumulator must have shape \(3, 5\)"),
-        ({"accumulator": jnp.ones((3, 5), "bfloat16")}, TypeError, "accumulator must be float32"),
-        ({"accumulate_dtype": "bfloat16"}, ValueError, "accumulate_dtype must be float32 or"),
-        *(
-            ({"accumulate_dtype": dtype}, TypeError, "^accumulate_dtype must be a dtype, got ")
-            for dtype in ("bogus", None, 3, jnp.ones(3), (None, None))
-        ),
-        ({"implementation": "mosaic"}, NotImplementedError, "x is float32"),
-    ],
-    "gated_linear_unit": [
-        ({"w_gate": np.ones((3, 5)), "w_up": None}, ValueError, r"\(K, 2N\).*odd number"),
-        ({"w_up": None, "b_up": np.ones(3)}, ValueError, r"b_up must be None without w_up"),
-        ({"b_gate": np.ones(3)}, ValueError, r"b_gate must have shape \(6,\)"),
-        ({"b_up": np.ones(3)}, ValueError, r"b_up must have shape \(6,\)"),
-        ({"b_up": np.ones(6, int)}, TypeError, "b_up must have a floating dtype"),
-        ({"activation": None}, ValueError, "activation must be one of"),
-        ({"limit": 0.0}, ValueError, "limit must be above 0"),
-        ({"accumulators": np.ones((3, 6))}, ValueError, r"two arrays \(3, 6\).*got one array"),
-        ({"accumulators": (np.ones((3, 6)),)}, ValueError, "of w_gate and of w_up; got 1"),
-        (
-            {"accumulators": (None, None)},
-            TypeError,
-            r"^accumulators\[0\] must be an array, got",
-        ),
-        ({"w_up": None, "accumulators": np.ones((3, 3))}, ValueError, r"\(3, 6\) = \(K, 2N\)"),
-    ],
-}
-
-
-@pytest.mark.parametrize(
-    ("op", "change", "error", "words"),
-    [(op, *case) for op, cases in WRONG.items() for case in cases],
-)
-def test_errors(op, change, error, words):
-    weights = ["weight"] if op == "linear" else ["w_gate", "w_up"]
-    sizes = {"weight": (3, 5), "w_gate": (3, 6), "w_up": (3, 6)}
-    arrays = {"x": np.ones((2, 3), "float32")} | {w: np.ones(sizes[w]) for w in weights}
-    with pytest.raises(error, match=words):
-        getattr(jaxkern, op)(**arrays | change)
-
-
 # The matrix
 
 

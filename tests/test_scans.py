@@ -139,58 +139,6 @@ def test_memory(of, size, implementation, every, least, most):
 # Calls
 
 
-def saving(every):
-    return {"checkpoint_every": every}
-
-
-def wrong_calls_of_ssd():
-    arrays = dict(zip(NAMES, ssd.inputs_and_state(2, 5, 4, 3, 6, groups=2), strict=True))
-    three, C = jnp.ones((2, 5, 3, 6)), arrays["C"]
-    return lambda **changed: jaxkern.ssd(**arrays | changed), [
-        (r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)", {"A": arrays["A"][:, None]}),
-        (r"B must have a number of groups that divides the 4.*3", {"B": three, "C": three}),
-        (r"C must have shape \(2, 5, 2, 6\).*as B", {"C": C[:1]}),
-        (r"D must have shape \(4,\) = \(H,\) of x, or \(H, P\)", {"D": jnp.ones(3)}),
-        (r"D must have shape \(4, 3\) = \(H, P\) of x; got", {"D": jnp.ones((4, 4))}),
-        *((f"multiple of 128 or None, got {k}; try 128", saving(k)) for k in (0, -128, 64, 200)),
-    ]
-
-
-def wrong_calls_of_selective_scan():
-    x, dt, A, B, C, *_ = selective_scan.inputs(2, 5, 3, 4)
-    arrays, two = {"x": x, "dt": dt, "A": A, "B": B, "C": C}, jnp.ones((2, 5, 2, 4))
-    return lambda **changed: jaxkern.selective_scan(**arrays | changed), [
-        (r"A must have shape \(D, N\), D the 3 chan.*\(4, 3\)", {"A": A.T}),
-        (r"B must have shape \(2, 5, 4\).*got \(2, 4, 5\)", {"B": B.swapaxes(1, 2)}),
-        (r"C must have shape \(2, 5, 4\).*got \(2, 5, 1, 4\)", {"C": C[:, :, None]}),
-        (r"B must have a number of groups that divides the 3.*got 2", {"B": two, "C": two}),
-        *((f"1, a multiple of 8 or None, got {k}; try", saving(k)) for k in (0, -8, 2, 20)),
-    ]
-
-
-@cases(
-    ("of", "wrong_calls"),
-    [(ssd, wrong_calls_of_ssd), (selective_scan, wrong_calls_of_selective_scan)],
-)
-def test_errors(of, wrong_calls):
-    run, rows = wrong_calls()
-    of_limits = [
-        (r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", {"dt_limit": (1, 0)}),
-        (r"dt_limit\[0\] must be a number, got nan", {"dt_limit": (np.nan, 1)}),
-    ]
-    for words, given in (*rows, *of_limits):
-        with pytest.raises(ValueError, match=words):
-            run(**given)
-    traced = lambda **given: jax.jit(lambda high: run(dt_limit=(0, high)))(1.0)
-    for words, run_wrong, given in (
-        (r"dt_limit must be two numbers, \(low, high\); got 1", run, {"dt_limit": 1}),
-        (r"must be an int or None, got 'all'", run, saving("all")),
-        (r"dt_limit\[1\] must be a Python number, as it is comp", traced, {}),
-    ):
-        with pytest.raises(TypeError, match=words):
-            run_wrong(**given)
-
-
 # On devices
 
 
