@@ -196,7 +196,7 @@ def check_accuracy(
       arrays: the arguments.
       implementation: of `call`.
       own: options that `call` alone has.
-      dtypes: of the results; by default that of the first array. Of None any.
+      dtypes: of the results, if there is a plain expression; default: that of the first array.
       rounding: if given, an error is at most one rounding of the result and this, relative. In
         bf16 plain JAX may be far off, so that twice its error lets much pass; this sees a state
         or a sum that is not fp32.

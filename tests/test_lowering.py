@@ -250,7 +250,7 @@ def norm_text(gpu=None):
 
 
 def test_a_program_is_lowered_for_the_gpu_that_is_stated():
-    """Of the one function that ``jax.jit`` has in its cache, too."""
+    """The one function that ``jax.jit`` has in its cache is lowered for each of them."""
     # What a generation alone has stands where no lane goes: another's compiler refuses it.
     assert "wgmma.fence.aligned" in norm_text("h200")
     assert "tcgen05.relinquish_alloc_permit" in norm_text("b200")
