@@ -1,7 +1,8 @@
 """The suite that every op goes through: accuracy against float64, and every JAX transformation.
 
-An op is described once, as an :class:`Op`. :func:`transformations` makes the test of its cells of
-the matrix (:data:`TRANSFORMATIONS`); :mod:`tests.errors` holds ops to their float64 oracles.
+:func:`check_accuracy` holds an op to its float64 oracle: errors are at most twice those of plain
+JAX. :func:`transformations` makes the test of the cells of the matrix (:data:`TRANSFORMATIONS`) of
+an op that is described once, as an :class:`Op`.
 
 ``implementation`` is ``"mosaic"`` for the kernels (compiled on a GPU, in Pallas's interpreter
 elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
@@ -10,8 +11,10 @@ elsewhere), ``None`` for the choice at lowering time, ``"xla"`` for plain JAX.
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,24 +24,241 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.errors import (  # noqa: F401
-    BOTH,
-    ON_GPU,
-    WHOLE,
-    Arrays,
-    activated,
-    assert_close,
-    assert_same_bits,
-    at_most_twice,
-    check_accuracy,
-    in_float64,
-    interpreted,
-    program,
-    relative_error,
-    running,
-    sizes,
-    value_and_grads,
+from jaxkern.core.dispatch import interpret_kernels
+from jaxkern.core.target import interpreter
+
+ON_GPU = jax.default_backend() == "gpu"
+Arrays = tuple[Any, ...]
+
+BOTH = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.gpu), "xla"]
 )
+WHOLE = pytest.mark.parametrize(
+    "implementation", [pytest.param("mosaic", marks=pytest.mark.compiled), "xla"]
+)
+"""What takes the interpreter too long."""
+FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+def sizes(*both, gpu=(), interpreted=()):
+    """Cases (size, implementation): `both` for plain JAX and for kernels on a GPU, `gpu` for the
+    kernels on a GPU alone, `interpreted` for the kernels anywhere."""
+    marks = [(*both, *gpu), [pytest.mark.compiled]], [interpreted, [pytest.mark.gpu]]
+    name = lambda size: "x".join(map(str, size))
+    cases = [pytest.param(size, "xla", id=f"{name(size)}-xla") for size in both] + [
+        pytest.param(size, "mosaic", marks=mark, id=f"{name(size)}-mosaic")
+        for group, mark in marks
+        for size in group
+    ]
+    return pytest.mark.parametrize(("size", "implementation"), cases)
+
+
+def interpreted(implementation):
+    return implementation == "mosaic" and not ON_GPU
+
+
+PLAIN = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_tanh": jax.nn.gelu,
+    "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+}
+"""Activations, as a user would write them."""
+
+
+def activated(activation, y):
+    """f(y) and f'(y) in the dtype of y; NumPy's arrays give NumPy's."""
+    with jax.enable_x64(True):
+        out, slope = jax.jvp(PLAIN[activation], (jnp.asarray(y),), (jnp.ones_like(y),))
+    return (out, slope) if isinstance(y, jax.Array) else (np.asarray(out), np.asarray(slope))
+
+
+def in_float64(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``f(*args)`` of float64 arrays: NumPy's, or where they are large and a GPU is there, JAX's.
+
+    What a host computes in half a minute of float64, while the other processes of the tests wait
+    for it, takes a GPU milliseconds.
+    """
+    f = functools.partial(f, **options)
+    wide = jax.tree.map(lambda a: np.asarray(a).astype(np.float64), args)
+    if not ON_GPU or sum(a.size for a in jax.tree.leaves(wide)) < 1 << 20:
+        return f(*wide)
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        return jax.tree.map(np.asarray, jax.jit(f)(*wide))
+
+
+def relative_error(got: Any, want: Any, floor: float = 0.0) -> float:
+    """‖got − want‖ / ‖want‖ in float64; NaN counts as infinite."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape, (got.shape, want.shape)
+    if got.size == 0:
+        return 0.0
+    error = np.linalg.norm(got - want) / max(float(np.linalg.norm(want)), floor, 1e-300)
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+@functools.lru_cache(64)
+def program(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """``run(arrays, cotangents, **more) -> (results, gradients)``, for all who ask for the same.
+
+    It rounds wherever the code does; left free, XLA would keep intermediate results of 16 bits in
+    fp32. One is compiled in a fraction of the time of the many that eager JAX runs.
+    """
+
+    def run(arrays: Arrays, cotangents: Any, **more: Any) -> Any:
+        out, vjp = jax.vjp(functools.partial(f, **options, **more), *arrays)
+        return out, vjp(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, out))
+
+    return jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+
+
+def value_and_grads(f: Callable[..., Any], arrays: Arrays, cotangents: Any, **options: Any) -> Any:
+    """``f(*arrays, **options)`` and its gradients, by one :func:`program`."""
+    traced = {name: v for name, v in options.items() if isinstance(v, jax.Array | np.ndarray)}
+    static = {name: v for name, v in options.items() if name not in traced}
+    return program(f, **static)(arrays, cotangents, **traced)
+
+
+def at_most_twice(name: str, got: Any, plain: Any, truth: Any, size: float | None = None) -> float:
+    """Asserts that `got` is at most twice as far from the truth as plain JAX; returns its error.
+
+    Args:
+      name: what a failure calls the array.
+      got: what the op computed.
+      plain: what the plain expression gives, computed in the dtypes of the arguments.
+      truth: the float64 oracle's result.
+      size: the norm of the terms that the array is summed from, where they may cancel: an error
+        below 4 fp32 roundings of that is no error. Default: the truth's own norm.
+    """
+    size = float(np.linalg.norm(truth)) if size is None else size
+    ours, theirs = relative_error(got, truth, size), relative_error(plain, truth, size)
+    assert np.isfinite(theirs), f"{name}: plain JAX is not finite and bounds nothing"
+    assert ours <= 2 * theirs + 4 * 2.0**-24, f"{name}: error {ours:.2e}, plain JAX's {theirs:.2e}"
+    return ours
+
+
+def running(implementation: str | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which kernels are interpreted where no GPU can run them."""
+    return interpret_kernels() if interpreted(implementation) else contextlib.nullcontext()
+
+
+def in_kernels() -> contextlib.AbstractContextManager[Any]:
+    """A context in which a kernel that is launched by itself is interpreted where no GPU is."""
+    return contextlib.nullcontext() if ON_GPU else interpreter()
+
+
+def lowered(f: Callable[..., Any], *args: Any, donate: Any = ()) -> str:
+    """The text of ``jax.jit(f)`` for CUDA."""
+    traced = jax.jit(f, donate_argnums=donate).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def mesh_of(kind: AxisType, *sizes: int, names: Sequence[str] = "xy") -> Any:
+    """A mesh of the first devices."""
+    devices, names = jax.devices()[: math.prod(sizes)], tuple(names[: len(sizes)])
+    return jax.make_mesh(sizes, names, (kind,) * len(sizes), devices=devices)
+
+
+def assert_close(got: Any, want: Any, tolerance: float = 2e-5) -> None:
+    """Every leaf within `tolerance` of `want`, relative in norm: fp32 sums in another order."""
+    got, want = jax.tree.leaves(got), jax.tree.leaves(want)
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        error = relative_error(g, w)
+        assert error <= tolerance, f"leaf {i}: relative error {error:.2e}"
+
+
+def assert_same_bits(run, times=20):
+    """All runs give the same, to the bit."""
+    first = jax.tree.leaves(run())
+    same = jax.jit(lambda a, b: [jnp.array_equal(x, y) for x, y in zip(a, b, strict=True)])
+    assert all(all(same(first, jax.tree.leaves(run()))) for _ in range(times))
+
+
+def check_accuracy(
+    call, plain, oracle, arrays, implementation, *, own=None, dtypes=None, rounding=None, **options
+):
+    """Results and gradients of `call` are at most twice as far from the truth as plain JAX's.
+
+    Args:
+      call: the op, a function of `arrays`, the implementation, the options and its `own`.
+      plain: the plain expression that a user would write, computed in the dtypes of `arrays`; None
+        for the oracle in fp32, which bounds results of fp32: no other program is compiled.
+      oracle: ``oracle(*arrays, *cotangents, **options) -> (results, grads)`` in float64 NumPy. A
+        third item has by index, among results and gradients, the norm of the terms that one is
+        summed from, where they may cancel: an error below 4 fp32 roundings of that is no error.
+      arrays: the arguments.
+      implementation: of `call`.
+      own: options that `call` alone has.
+      dtypes: of the results, if there is a plain expression; default: that of the first array.
+      rounding: if given, an error is at most one rounding of the result and this, relative. In
+        bf16 plain JAX may be far off, so that twice its error lets much pass; this sees a state
+        or a sum that is not fp32.
+
+    Returns results and gradients of both, the op and plain JAX.
+    """
+    own = dict(own or {}, implementation=implementation)
+    with running(implementation):
+        like = jax.eval_shape(functools.partial(call, **own, **options), *arrays)
+        rng = np.random.default_rng(17)
+        draw = lambda o: jnp.asarray(rng.standard_normal(o.shape), jnp.float32).astype(o.dtype)
+        cotangents = jax.tree.map(draw, like)
+        got = value_and_grads(call, arrays, cotangents, **own, **options)
+    given = [np.asarray(a) for a in (*arrays, *jax.tree.leaves(cotangents))]
+    by_oracle = lambda dtype: (*oracle(*(a.astype(dtype) for a in given), **options), {})
+    *want, terms = by_oracle(np.float64)[:3]
+    results = jax.tree.leaves(got[0])
+    found = [str(v.dtype) for v in results]
+    if plain is None:
+        by_plain = by_oracle(np.float32)[:2]
+        assert {*found} == {"float32"} or rounding is not None
+    else:
+        by_plain = value_and_grads(plain, arrays, cotangents, **options)
+        assert found == list(dtypes or [str(arrays[0].dtype)] * len(found))
+    rows = zip(*map(jax.tree.leaves, (got, by_plain, want)), strict=True)
+    for i, (ours, other, truth) in enumerate(rows):
+        name = f"result {i}" if i < len(results) else f"gradient {i - len(results)}"
+        if plain is not None or {*found} == {"float32"}:
+            at_most_twice(name, ours, other.astype(ours.dtype), truth, terms.get(i))
+        if rounding is not None:
+            error = relative_error(ours, truth)
+            assert error <= float(jnp.finfo(ours.dtype).eps) / 2 + rounding, f"{name}: {error:.1e}"
+    return got, by_plain
+
+
+# Cases
+
+
+def combinations(names: str, *axes: Collection[Any], few: int | None = None) -> Any:
+    """Cases of all combinations of the axes' values; the default suite has `few` of them.
+
+    The i-th of these has the i-th value of each axis, counted from the first again at its end. By
+    default they are as many as have every value. An axis is a list, or a dict of test ids' names.
+    """
+    count = max(map(len, axes)) if few is None else few
+    chosen = {tuple([*axis][i % len(axis)] for axis in axes) for i in range(count)}
+    value = lambda axis, key: axis[key] if isinstance(axis, dict) else key
+    name = lambda key: getattr(key, "name", getattr(key, "__name__", str(key)))
+    return pytest.mark.parametrize(
+        names.split(),
+        [
+            pytest.param(
+                *map(value, axes, case),
+                id="-".join(map(name, case)),
+                marks=[] if case in chosen else pytest.mark.exhaustive,
+            )
+            for case in itertools.product(*axes)
+        ],
+    )
+
+
+# Ops, and the matrix of their transformations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +332,7 @@ class _Cell:
             i for i, a in enumerate(self.arrays) if jnp.issubdtype(a.dtype, jnp.floating)
         )
         self.interpreted = interpreted(implementation)
+        self.local = implementation is None or ON_GPU  # elsewhere XLA splits as it likes
         self.cotangent = jax.random.normal(
             jax.random.key(1), jax.eval_shape(op.reference, *self.arrays).shape
         )
@@ -155,7 +376,7 @@ class _Cell:
 
     def lowered_for_cuda(self, f: Callable[..., Any], *args: Any) -> str:
         call = functools.partial(self.op.call, implementation="mosaic")
-        return jax.jit(f(call)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        return lowered(f(call), *args)
 
     def kernel_counts(self, text: str) -> tuple[int, int]:
         """How often the forward and the backward kernel are called in lowered text."""
@@ -191,10 +412,6 @@ def kernel_calls(text: str) -> list[str]:
 
 def _value(c: _Cell) -> None:
     c.close(c.f(*c.arrays), c.want_value())
-
-
-def _jit(c: _Cell) -> None:
-    c.close(jax.jit(c.f)(*c.arrays), c.want_value())
 
 
 def _grad(c: _Cell) -> None:
@@ -305,10 +522,9 @@ def _scan(c: _Cell) -> None:
 
 def _mesh(kind: AxisType, names: tuple[str, ...] = ("data",)) -> Any:
     """All devices, up to 4, in one row, or where there are two names in a square."""
-    devices = jax.devices()
-    count = 4 if len(devices) >= 4 else len(devices) if len(names) == 1 else 1
+    count = 4 if jax.device_count() >= 4 else jax.device_count() if len(names) == 1 else 1
     shape = (count,) if len(names) == 1 else (int(count**0.5),) * 2
-    return jax.make_mesh(shape, names, (kind,) * len(names), devices=devices[:count])
+    return mesh_of(kind, *shape, names=names)
 
 
 def _placed(c: _Cell, mesh: Any, specs: Sequence[Any]) -> tuple[Arrays, Any]:
@@ -327,6 +543,11 @@ def _value_and_grad(c: _Cell, f: Callable[..., Any]) -> Callable[..., Any]:
         return out, vjp(cotangent)
 
     return run
+
+
+def _on_meshes(c: _Cell, local: bool, **split: str) -> None:
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        _on_mesh(c, kind, local, **split)
 
 
 def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
@@ -350,24 +571,10 @@ def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
         assert not out.sharding.is_fully_replicated
 
 
-def _auto_mesh(c: _Cell) -> None:
-    _on_mesh(c, AxisType.Auto, c.implementation is None or ON_GPU, data=c.op.row)
-
-
 def _explicit_mesh(c: _Cell) -> None:
     for context in (contextlib.nullcontext(), jax.set_mesh(_mesh(AxisType.Explicit))):
         with context:
-            _on_mesh(c, AxisType.Explicit, c.implementation is None or ON_GPU, data=c.op.row)
-
-
-def _feature_mesh(c: _Cell) -> None:
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        _on_mesh(c, kind, local=False, data=c.op.features)
-
-
-def _channel_mesh(c: _Cell) -> None:
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        _on_mesh(c, kind, local=True, data=c.op.row, model=c.op.channels)
+            _on_mesh(c, AxisType.Explicit, c.local, data=c.op.row)
 
 
 def _vmap_explicit_mesh(c: _Cell) -> None:
@@ -392,36 +599,23 @@ def _shard_map(c: _Cell, check_vma: bool) -> None:
     arrays, cotangent = _placed(c, mesh, (*in_specs, out_spec))
     want = c.want_grad()
 
+    specs = {"mesh": mesh, "in_specs": (out_spec, *in_specs), "check_vma": check_vma}
+
     def outside(arrays: Arrays, cotangent: Any) -> Any:
         """Differentiated from outside: JAX sums what is shared."""
-
-        def local(cotangent: Any, *a: Any) -> Any:
-            return jax.lax.psum(c.loss(c.f, cotangent)(*a), "data")
-
-        mapped = jax.shard_map(
-            local, mesh=mesh, in_specs=(out_spec, *in_specs), out_specs=P(), check_vma=check_vma
-        )
+        local = lambda cotangent, *a: jax.lax.psum(c.loss(c.f, cotangent)(*a), "data")
+        mapped = jax.shard_map(local, out_specs=P(), **specs)
         return jax.grad(lambda *a: mapped(cotangent, *a), c.argnums)(*arrays)
 
     def inside(arrays: Arrays, cotangent: Any) -> Any:
         """Differentiated inside: with check_vma=False, the user sums what is shared."""
 
         def local(cotangent: Any, *a: Any) -> Any:
-            grads = c.grad(c.f, cotangent)(*a)
-            if check_vma:
-                return grads
-            shared = ["data" not in str(spec) for spec in of_gradients]
-            return tuple(
-                jax.lax.psum(g, "data") if s else g for g, s in zip(grads, shared, strict=True)
-            )
+            shared = [not check_vma and "data" not in str(spec) for spec in of_gradients]
+            added = lambda g, is_shared: jax.lax.psum(g, "data") if is_shared else g
+            return tuple(map(added, c.grad(c.f, cotangent)(*a), shared))
 
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(out_spec, *in_specs),
-            out_specs=of_gradients,
-            check_vma=check_vma,
-        )(cotangent, *arrays)
+        return jax.shard_map(local, out_specs=of_gradients, **specs)(cotangent, *arrays)
 
     c.close(jax.jit(outside)(arrays, cotangent), want)
     c.close(jax.jit(inside)(arrays, cotangent), want)
@@ -438,7 +632,7 @@ def _axis_names(c: _Cell) -> None:
         raise AssertionError("a kernel takes an axis of the device mesh for one of its grid")
 
     names = ("block", "batch", "segment", "column")
-    mesh = jax.make_mesh((1,) * 4, names, (AxisType.Auto,) * 4, devices=jax.devices()[:1])
+    mesh = mesh_of(AxisType.Auto, 1, 1, 1, 1, names=names)
     specs = tuple(
         P(*(names if entry == "data" else entry for entry in spec))
         for spec in c.op.specs(data=c.op.row)[:-1]
@@ -457,13 +651,10 @@ def _axis_names(c: _Cell) -> None:
 
 
 def _export(c: _Cell) -> None:
-    """One traced function, for a GPU that is not here and for the CPU."""
-    call = functools.partial(c.op.call, implementation=None)
-    traced = jax.jit(c.grad(call))
-    for_gpu = jax.export.export(traced, platforms=("cuda",))(*c.arrays)
-    assert c.kernel_counts(for_gpu.mlir_module()) == (1, 1)
-    here = "cuda" if ON_GPU else "cpu"
-    exported = jax.export.export(traced, platforms=(here,))(*c.arrays)
+    """One export, for a GPU that may not be here and for the CPU."""
+    traced = jax.jit(c.grad(functools.partial(c.op.call, implementation=None)))
+    exported = jax.export.export(traced, platforms=("cuda", "cpu"))(*c.arrays)
+    assert c.kernel_counts(exported.mlir_module()) == (1, 1)
     again = jax.export.deserialize(exported.serialize())
     c.close(again.call(*c.arrays), c.want_grad())
 
@@ -479,7 +670,6 @@ def _kernels(c: _Cell) -> None:
 
 TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "value": _value,
-    "jit": _jit,
     "grad": _grad,
     "grad of one argument": _grad_of_one,
     "vmap": _vmap,
@@ -491,11 +681,11 @@ TRANSFORMATIONS: dict[str, Callable[[_Cell], None]] = {
     "scan": _scan,
     "shard_map": functools.partial(_shard_map, check_vma=True),
     "shard_map unchecked": functools.partial(_shard_map, check_vma=False),
-    "auto mesh": _auto_mesh,
+    "auto mesh": lambda c: _on_mesh(c, AxisType.Auto, c.local, data=c.op.row),
     "explicit mesh": _explicit_mesh,
     "vmap(grad) on explicit mesh": _vmap_explicit_mesh,
-    "features split": _feature_mesh,
-    "rows and channels split": _channel_mesh,
+    "features split": lambda c: _on_meshes(c, False, data=c.op.features),
+    "rows and channels split": lambda c: _on_meshes(c, True, data=c.op.row, model=c.op.channels),
     "mesh axis names": _axis_names,
     "export": _export,
     "kernels lowered": _kernels,
@@ -507,12 +697,12 @@ WITHOUT_INTERPRETER = frozenset(
 )
 """Cells whose kernels only a GPU can run; elsewhere they run with the choice at lowering time."""
 
-AROUND_A_RULE = frozenset({"jit", "grad of one argument", "checkpoint"})
+AROUND_A_RULE = frozenset({"grad of one argument", "checkpoint"})
 """Cells that differ from others in what JAX does around an op's rule.
 
 The interpreter, which is slow, shows them with one op."""
 
-OF_JAX = frozenset({"jit", "grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
+OF_JAX = frozenset({"grad of one argument", "vmap", "vmap(vmap)", "checkpoint", "scan"})
 """Cells in which plain JAX, which has no rule of ours, is JAX's own affair: one op shows them."""
 
 IMPLEMENTATIONS: tuple[str | None, ...] = ("mosaic", None, "xla")
@@ -594,10 +784,7 @@ def transformations(*ops: Op) -> Callable[..., None]:
     """A test of every cell of the ops' matrices."""
     cells = [
         pytest.param(
-            op,
-            *cell,
-            id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}",
-            marks=_marks(op, *cell),
+            op, *cell, id=f"{op.name}-{cell[0]}-{cell[1] or 'auto'}", marks=_marks(op, *cell)
         )
         for op in ops
         for cell in _cells(op)

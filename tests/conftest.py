@@ -1,4 +1,4 @@
-"""Four host devices for the tests of meshes, and the transformation matrix at the end of a run."""
+"""Four host devices for the tests of meshes, which tests run here, and what they may take."""
 
 import dataclasses
 import fcntl
@@ -35,18 +35,41 @@ os.environ.setdefault(
 os.environ.setdefault("NPROC", "8")
 
 import jax
+import numpy as np
 import pytest
+from jax._src import callback as callbacks
+from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 
 from jaxkern.core import cache, target
-from tests import interpreter
 
 ON_GPU = jax.default_backend() == "gpu"
 if (programs := cache.programs()) is not None:
     jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0 if ON_GPU else 0.1)
 
+
+def take_numpy_arrays():
+    """Lets Pallas's interpreter of GPU kernels call Python with NumPy arrays in this process.
+
+    Each access of an interpreted kernel to memory is a call from the CPU's program into Python,
+    which JAX hands its own arrays. An index into one, or its value, is then a program of its own,
+    and each argument a transfer: more than half of what interpreting takes.
+    """
+    of_jax, to_int = callbacks.io_callback_impl, shared_memory._to_int
+
+    def call(*args, callback, **options):
+        of = callback.callback_func
+        if not getattr(of, "func", of).__module__.startswith("jax._src.pallas."):
+            return of_jax(*args, callback=callback, **options)
+        # A copy, as XLA takes the memory of an argument back when the call has returned.
+        return jax.tree.map(np.asarray, callback(*map(np.array, args)))
+
+    callbacks.io_callback_impl = call
+    shared_memory._to_int = lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x)
+
+
 if not ON_GPU:
-    interpreter.take_numpy_arrays()
+    take_numpy_arrays()
 
 _MAPS, _MOST_MAPS = Path("/proc/self/maps"), Path("/proc/sys/vm/max_map_count")
 """A process's mappings of memory, and how many Linux lets it have."""
@@ -57,7 +80,7 @@ DEFAULT = pytest.StashKey[list[str]]()
 _STARTED = pytest.StashKey[float]()
 """CPU seconds at the start of a test's phase."""
 
-_LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
+_LONG = ("test_lm_model", "test_notebooks", "test_nn")
 """Files whose tests take longest on a GPU."""
 
 

@@ -135,48 +135,21 @@ OPS = {
 }
 
 
-def check_case(
-    call: Callable[..., Any],
-    oracle: Callable[..., Any],
-    arrays: tuple[Any, ...],
-    implementation: str | None,
-    *,
-    absent: int = 0,
-    final: bool = True,
-    rounding: float | None = None,
-    own: Any = None,
-    **options: Any,
-) -> Any:
-    """Holds results and gradients to an oracle in NumPy: there is no other program to compile.
+def check_case(call, oracle, arrays, implementation, *, absent=0, final=True, own=None, **options):
+    """Holds results and gradients to an oracle in NumPy by :func:`tests.check.check_accuracy`.
 
-    In fp32 an error is at most twice that of the oracle run in fp32. With `rounding`, as any result
-    of 16 bits needs, it is also at most one rounding of the result and this, relative. The last
-    arrays, `absent` of them, are left out, and zeros to the oracle; without `final` so is the final
-    state; `own` are options that it has not. Returns the output, and the oracle's of fp32 arrays.
+    The last arrays, `absent` of them, are left out, and zeros to the oracle; without `final` so is
+    the final state. Returns the output, and the oracle's of fp32 arrays.
     """
-    given, rng = len(arrays) - absent, np.random.default_rng(17)
-    like = (arrays[0], arrays[-1]) if final else arrays[0]
-    drawn = jax.tree.map(lambda v: np.float32(rng.normal(size=v.shape)), like)
-    how = {"implementation": implementation, "return_final_state": final, **(own or {}), **options}
-    with check.running(implementation):
-        got = check.value_and_grads(call, arrays[:given], drawn, **how)
-    found = jax.tree.leaves(got[0])
-    cotangents = [c.astype(v.dtype) for c, v in zip(jax.tree.leaves(drawn), found, strict=True)]
-    zeros = [np.zeros_like(v) for v in arrays[given:]]
+    given = len(arrays) - absent
 
-    def run(dtype: str) -> list[Any]:
-        wide = (np.asarray(v).astype(dtype) for v in (*arrays[:given], *zeros, *cotangents))
-        results, grads = oracle(*wide, **options)
-        return [*results[: len(found)], *grads[:given]]
+    def truth(*wide, **options):
+        zeros = (np.zeros_like(v) for v in arrays[given:])
+        results, grads = oracle(*wide[:given], *zeros, *wide[given:], **options)
+        return results[: 1 + final], grads[:given]
 
-    wide = all(v.dtype == jnp.float32 for v in found)
-    assert wide or rounding is not None
-    narrow, truths = run("float32"), run("float64")
-    rows = zip(jax.tree.leaves(got), narrow, truths, strict=True)
-    for i, (our, other, truth) in enumerate(rows):
-        if wide:
-            check.at_most_twice(f"array {i}", our, other.astype(our.dtype), truth)
-        if rounding is not None:
-            least = float(jnp.finfo(our.dtype).eps) / 2
-            assert check.relative_error(our, truth) <= least + rounding, f"array {i}"
-    return found[0], narrow[0]
+    own = {"return_final_state": final} | (own or {})
+    found = check.check_accuracy(
+        call, None, truth, arrays[:given], implementation, own=own, **options
+    )
+    return tuple(jax.tree.leaves(each)[0] for each in found)

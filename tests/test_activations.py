@@ -1,39 +1,39 @@
 """Activations and gated units: the elementwise kernels, and every op that has an activation."""
 
 import dataclasses
-import functools
 import re
 from collections import Counter
+from functools import partial
 from typing import get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.core.target import interpreter
 from jaxkern.mosaic import elementwise
+from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus
+from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops import curves
+from jaxkern.ops.curves import kernel_functions
 from tests import check
+from tests.check import PLAIN
 
 
 def with_options(*functions, **options):
-    return tuple(functools.partial(f, **options) for f in functions)
+    return tuple(partial(f, **options) for f in functions)
 
 
 ELEMENTWISE = {
-    "relu": (jaxkern.relu, jax.nn.relu),
-    "relu_squared": (jaxkern.relu_squared, lambda x: jnp.square(jax.nn.relu(x))),
-    "silu": (jaxkern.silu, jax.nn.silu),
-    "gelu_tanh": (jaxkern.gelu, jax.nn.gelu),
-    "gelu_erf": with_options(jaxkern.gelu, jax.nn.gelu, approximate=False),
-    "quick_gelu": (jaxkern.quick_gelu, lambda x: x * jax.nn.sigmoid(1.702 * x)),
-    "sigmoid": (jaxkern.sigmoid, jax.nn.sigmoid),
-    "tanh": (jaxkern.tanh, jnp.tanh),
+    name: getattr(jaxkern, name)
+    for name in ("relu", "relu_squared", "silu", "quick_gelu", "sigmoid", "tanh")
 }
-PLAIN = {name: f for name, (_, f) in ELEMENTWISE.items()} | {"gelu": jax.nn.gelu}
+ELEMENTWISE |= {"gelu_tanh": jaxkern.gelu, "gelu_erf": partial(jaxkern.gelu, approximate=False)}
 CLAMPED = {"alpha": 1.702, "limit": 1.5, "up_offset": 1.0}  # as gpt-oss's, of smaller numbers
 GATED = {
     "silu": (jaxkern.swiglu, jaxkern.silu_and_mul),
@@ -80,9 +80,10 @@ def oracle_of(plain, results=1):
         wide = tuple(np.asarray(a).astype(np.float64) for a in arrays)
         arrays, cotangents = wide[:-results], wide[-results:]
         with jax.enable_x64(True), jax.default_matmul_precision("highest"):
-            like = jax.eval_shape(functools.partial(plain, **options), *arrays)
+            like = jax.eval_shape(partial(plain, **options), *arrays)
             cotangents = jax.tree.unflatten(jax.tree.structure(like), cotangents)
-            return check.value_and_grads(plain, arrays, cotangents, **options)
+            found = check.value_and_grads(plain, arrays, cotangents, **options)
+            return jax.tree.map(np.asarray, found)
 
     return oracle
 
@@ -105,7 +106,7 @@ def ours(*xs, names, implementation):
 
     def one(name, x):
         *form, curve = name.split(":")
-        f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve][0]
+        f = GATED[curve][form == ["halves"]] if form else ELEMENTWISE[curve]
         return f(*(x if form == ["pair"] else [x]), implementation=implementation)
 
     return tuple(map(one, names, xs))
@@ -118,7 +119,7 @@ def gradients(implementation, calls):
     def run(of_each, cotangents):
         found = []
         for f, args, dout in zip(functions, of_each, cotangents, strict=True):
-            out, vjp = jax.vjp(functools.partial(f, implementation=implementation), *args)
+            out, vjp = jax.vjp(partial(f, implementation=implementation), *args)
             found.append((out, vjp(dout)))
         return found
 
@@ -183,9 +184,9 @@ def test_activation_extremes(dtype, implementation):
     names, far = EXTREMES[dtype]
     both_signs = lambda values: jnp.asarray([*values, *np.negative(values), np.nan], dtype)
     x, of_bounded = both_signs([*far, 0.0]), both_signs([1e4, np.inf, 1e-4, 1e-7, 0.0])
-    calls = [(ELEMENTWISE[name][0], (x,), jnp.ones_like(x)) for name in names.split()]
+    calls = [(ELEMENTWISE[name], (x,), jnp.ones_like(x)) for name in names.split()]
     bounded = ("sigmoid", "tanh") if dtype != "bfloat16" else ()
-    calls += [(ELEMENTWISE[n][0], (of_bounded,), jnp.ones_like(of_bounded)) for n in bounded]
+    calls += [(ELEMENTWISE[n], (of_bounded,), jnp.ones_like(of_bounded)) for n in bounded]
     found = gradients(implementation, calls)
     for name, (out, (dx,)) in zip(names.split(), found, strict=False):
         wide, out, dx = (np.asarray(a, np.float64) for a in (x, out, dx))
@@ -213,7 +214,7 @@ def test_relu_lets_nothing_past_its_corner(implementation):
     gate, up = jnp.asarray([[-1.0, 0.0, 2.0, -1.0, 2.0], [np.inf, np.nan, 3.0, 1.0, np.inf]])
     edge = jnp.ones(5).at[3].set(np.inf)
     calls = [
-        *((*ELEMENTWISE[name], (x,), dout) for name in ("relu", "relu_squared")),
+        *((ELEMENTWISE[name], PLAIN[name], (x,), dout) for name in ("relu", "relu_squared")),
         (jaxkern.reglu, lambda g, u: jax.nn.relu(g) * u, (gate, up), edge),
     ]
     found = gradients(implementation, [(f, args, dout) for f, _, args, dout in calls])
@@ -227,34 +228,9 @@ def test_relu_lets_nothing_past_its_corner(implementation):
 def test_plain_backward_keeps_only_the_arguments(gated):
     """No sigmoid is saved, at any precision."""
     x = normal((4, 32), "bfloat16")
-    f = functools.partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
+    f = partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
     vjp = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x, implementation="xla"), x)[1], x)
     assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
-
-
-def test_activation_errors():
-    x = jnp.ones((2, 5))
-    for f, options, message in (
-        (jaxkern.silu_and_mul, {}, r"last axis of even size.*got shape \(2, 5\)"),
-        (jaxkern.swiglu, {"up": x[0]}, r"up must have the shape of gate, \(2, 5\); got \(5,\)"),
-        (jaxkern.glu, {}, r"gate without up must have a last axis of even size.*\(2, 5\)"),
-        (jaxkern.glu, {"up": x, "activation": "mish"}, r'activation .* "relu".*; got \'mish\''),
-        (jaxkern.glu, {"up": x, "activation": None}, r'activation must be .*"tanh"; got None'),
-        (jaxkern.swiglu, {"up": x, "alpha": 0.0}, "alpha must be above 0, got 0"),
-        (jaxkern.swiglu, {"up": x, "limit": -7}, "limit must be above 0 or None, got -7; None is"),
-        (
-            jaxkern.gated_linear_unit,
-            {"w_gate": jnp.ones((5, 4)), "activation": "gelu", "alpha": 1.702},
-            r'alpha is the slope within "silu".*activation=\'gelu\'',
-        ),
-    ):
-        with pytest.raises(ValueError, match=message):
-            f(x, **options)
-    with pytest.raises(ValueError, match=r"last axis of even size.*got shape \(\)"):
-        jaxkern.gelu_and_mul(1.0)
-    np.testing.assert_allclose(jaxkern.glu(x.T), jax.nn.glu(x.T), rtol=1e-6)
-    with pytest.raises(TypeError, match=r"limit must be a Python number.*static"):
-        jax.jit(lambda limit: jaxkern.swiglu(x, x, limit=limit))(7.0)
 
 
 KEY = jax.random.key(0)
@@ -311,7 +287,7 @@ def test_few_elements(n, name, dtype):
 )
 def test_accesses_are_as_wide_as_they_may_be(shape, dtype, accesses):
     """Whatever the size; of slices, which ``vmap`` makes of rows, as wide as those are aligned."""
-    run = functools.partial(jaxkern.silu, implementation="mosaic")
+    run = partial(jaxkern.silu, implementation="mosaic")
     run = jax.vmap(run) if len(shape) > 1 else run
     (module,) = kernel_modules(run, jax.ShapeDtypeStruct(shape, dtype))
     loads = Counter()
@@ -381,8 +357,7 @@ def test_activations_lower_for_cuda(name, rows):
     if rows > 1:
         kernels += ["linear_activation_fwd", "linear_dx", "gated_fwd", "gated_bwd"]
     x, w = jnp.ones((128, n), jnp.bfloat16), jnp.ones((rows, n), jnp.bfloat16)
-    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(x, x, w)
-    calls = check.kernel_calls(traced.lower(lowering_platforms=("cuda",)).as_text())
+    calls = check.kernel_calls(check.lowered(jax.value_and_grad(loss, (0, 1, 2)), x, x, w))
     for kernel in kernels:
         assert any(kernel in line for line in calls), kernel
 
@@ -423,20 +398,20 @@ def test_gated_mixed_dtypes(implementation):
     wide = gate.astype(jnp.float32)
     np.testing.assert_allclose(dup, jax.nn.silu(wide), rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(out, (jax.nn.silu(wide) * up).astype(jnp.bfloat16))
+    np.testing.assert_allclose(jaxkern.glu(up), jax.nn.glu(up), rtol=1e-6)
 
 
 def test_what_is_chosen():
     """XLA for what it fuses at little cost; a gated unit has kernels both ways."""
     x = jnp.ones((64, 256), jnp.bfloat16)
-    lowered = lambda f, *a: jax.jit(f).trace(*a).lower(lowering_platforms=("cuda",)).as_text()
-    for name, (call, _) in ELEMENTWISE.items():
-        by_itself = lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
+    for name, call in ELEMENTWISE.items():
+        by_itself = check.lowered(jax.grad(lambda x: call(x).sum()), x)  # noqa: B023
         assert ("mosaic_gpu" in by_itself) is (name == "gelu_erf")
         grad = jax.grad(lambda x: call(x, implementation="mosaic").sum())  # noqa: B023
-        assert "_bwd" in lowered(grad, x)
+        assert "_bwd" in check.lowered(grad, x)
     for pair, halves in (GATED["silu"], GATED["relu"], GATED["gelu_erf"]):
         for function in filter(None, (lambda x, f=pair: f(x, x), halves)):
-            text = lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
+            text = check.lowered(jax.value_and_grad(lambda x: function(x).sum()), x)  # noqa: B023
             assert len(check.kernel_calls(text)) == 2
             assert "stablehlo.concatenate" not in text.replace("custom_partitioning", "")
 
@@ -453,11 +428,10 @@ def test_gated_same_bits(shape):
 def test_halves_beyond_32_bits_of_units(h, fits):
     """The rows of the one begin at multiples of 16 bytes; the other's elements are too many."""
     x = jax.ShapeDtypeStruct((2**16, 2 * h), jnp.bfloat16)
-    lowered = jax.jit(jaxkern.silu_and_mul).trace(x).lower(lowering_platforms=("cuda",)).as_text()
-    assert ("mosaic_gpu" in lowered) is fits
+    assert ("mosaic_gpu" in check.lowered(jaxkern.silu_and_mul, x)) is fits
     if not fits:
         with pytest.raises(NotImplementedError, match="1 at a time"):
-            jax.eval_shape(functools.partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
+            jax.eval_shape(partial(jaxkern.silu_and_mul, implementation="mosaic"), x)
 
 
 SWIGLU = check.Op(
@@ -493,8 +467,8 @@ SILU_AND_MUL = beside(
 GELU = beside(
     "gelu",
     ["grad(grad)", "explicit mesh", "kernels lowered"],
-    call=ELEMENTWISE["gelu_erf"][0],
-    reference=ELEMENTWISE["gelu_erf"][1],
+    call=ELEMENTWISE["gelu_erf"],
+    reference=PLAIN["gelu_erf"],
     arrays=lambda key: (jax.random.normal(key, (8, 2, 40)),),
     kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
     **OF_ONE,
@@ -503,6 +477,56 @@ CLAMPED_SWIGLU = beside(
     "swiglu, clamped",
     ["value", "grad(grad)", "kernels lowered", "jvp"],
     call=GATED["clamped"][0],
-    reference=functools.partial(gated_plain, **CLAMPED),
+    reference=partial(gated_plain, **CLAMPED),
 )
 test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)
+
+
+# The functions that kernels compute by other means than the units for them, against float64
+
+SIZE = 1024
+LAYOUT = plgpu.Layout.WG_STRIDED((SIZE,), vec_size=8)
+# Values of both signs, on both sides of where tanh becomes a polynomial, and far out.
+BOTH_SIGNS = np.outer([1, -1], [*np.geomspace(1e-30, 30, SIZE // 2 - 3), 0.0, np.inf, np.nan])
+FAR = np.resize([-np.inf, -1e30, -150, -126.6, -0.0, 0, 1, 128, 1e30, np.inf, np.nan], SIZE)
+RANGE = np.linspace(-5, 40, SIZE)
+
+
+def exp2(x):
+    """In fp32, which has no denormal numbers here."""
+    with np.errstate(over="ignore"):
+        return np.where(x < -126, 0, np.float64(np.float32(np.exp2(x))))
+
+
+def in_kernel(f):
+    def kernel(x_ref, out_ref):
+        out_ref[...] = f(plgpu.load(x_ref, layout=LAYOUT, optimized=False))
+
+    out_type = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    return launch_kernel(kernel, out_type=out_type, kernel_name="arithmetic", approx_math=True)
+
+
+@pytest.mark.parametrize(
+    "run", [jax.jit, pytest.param(in_kernel, marks=pytest.mark.gpu)], ids=["xla", "mosaic"]
+)
+@pytest.mark.parametrize(
+    ("f", "x", "want", "error"),
+    [
+        (exp2_by_polynomial, np.linspace(-125.4, 127.99, SIZE), np.exp2, 2 * 2.0**-23),
+        (exp2_by_polynomial, FAR, exp2, 2.0**-22),
+        *(
+            (partial(softplus, exact=exact), RANGE, partial(np.logaddexp, 0), e)
+            for exact, e in ((True, 6e-7), (False, 3e-6))
+        ),
+        *(
+            (kernel_functions(exact, LAYOUT).tanh, BOTH_SIGNS.ravel(), np.tanh, e)
+            for exact, e in ((True, 4e-7), (False, 2e-6))
+        ),
+    ],
+    ids=["exp2", "exp2, far", "softplus, exact", "softplus", "tanh, exact", "tanh"],
+)
+def test_function_of_kernels(f, x, want, error, run):
+    x = jnp.asarray(x, jnp.float32)
+    with check.in_kernels() if run is in_kernel else interpreter():
+        got = np.asarray(run(f)(x), np.float64)  # plain JAX, too, has the GPU's instructions there
+    np.testing.assert_allclose(got, want(np.asarray(x, np.float64)), rtol=error, atol=0)

@@ -139,28 +139,8 @@ def test_causal_conv1d_is_its_steps(width, dtype):
         check.assert_close(grads(stepped), grads(whole), 1e-6)
 
 
-def test_causal_conv1d_errors():
-    x, weight, bias, state = inputs(2, 6, 3, 4)
-    step, wide = jaxkern.causal_conv1d_step, jnp.ones((3, 9))
-    wrong = {
-        r"x must have shape \(B, L, D\), got \(6, 3\)": lambda: convolve(x[0], weight),
-        r"weight must have shape \(D, W\).*3 ch.*got \(4, 3\)": lambda: convolve(x, weight.T),
-        r"W at least 1; got \(3, 0\)": lambda: convolve(x, weight[:, :0]),
-        r"bias must have shape \(3,\).*got \(2,\)": lambda: convolve(x, weight, bias[:2]),
-        "activation must be \"silu\" or None, got 'relu'": lambda: convolve(
-            x, weight, activation="relu"
-        ),
-        r"initial_state must have shape \(2, 3, 3\) = .*\(2, 2,": lambda: convolve(
-            x, weight, state=state[:, 1:]
-        ),
-        r"state must have shape \(2, 3, 3\) = \(B, W - 1, D\)": lambda: step(
-            x[:, :2], x[:, 0], weight
-        ),
-        r"x must have shape \(B, D\), got \(2, 6, 3\)": lambda: step(x[:, :3], x, weight),
-    }
-    for message, call in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            call()
+def test_causal_conv1d_of_too_many_taps():
+    x, wide = inputs(2, 6, 3, 4)[0], jnp.ones((3, 9))
     with pytest.raises(NotImplementedError, match=r"filter has 9 taps, and the kernels .* 8"):
         convolve(x, wide, implementation="mosaic")
     assert jax.eval_shape(convolve, x, wide).shape == x.shape

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.core import bound, cache, kernel_call
 from tests import check
+from tests.check import activated
 from tests.documents import ROOT, examples
-from tests.errors import activated
 
 GUIDE = ROOT / ".site" / "guide" / "own_kernels.md"
 

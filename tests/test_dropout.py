@@ -1,6 +1,5 @@
 """dropout: the generator, the mask's independence of everything but key, rate and place."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,15 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from bench.modules import kernel_modules
-from jaxkern.core.target import interpreter
 from jaxkern.mosaic import elementwise as generator
 from jaxkern.ops import dropout as op
 from tests import check
-from tests.pairs import combinations
-from tests.test_activations import PLAIN, cases, exhaustive, gradients, normal, oracle_of
+from tests.check import PLAIN
+from tests.test_activations import cases, exhaustive, gradients, normal, oracle_of
 
 KEY = jax.random.key(5)
-MOSAIC_FIRST = combinations("implementation", ["mosaic", "xla"], few=1)
+MOSAIC_FIRST = check.combinations("implementation", ["mosaic", "xla"], few=1)
 
 
 def philox(counter, key):
@@ -189,7 +187,7 @@ def test_kernel_of_a_part_draws_the_part(shape, parts):
     sizes = [n // p for n, p in zip(shape, parts, strict=True)]
     where = tuple(slice(n - size, n) for n, size in zip(shape, sizes, strict=True))
     args = x[where], None, *seeds, *(jnp.arange(s.start, s.stop, dtype="uint32") for s in where)
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+    with check.in_kernels():
         (got,) = jax.jit(functools.partial(op.launch_forward, here))(*args)
     np.testing.assert_array_equal(got, want[where])
     assert len(kernel_modules(functools.partial(op.launch_forward, options), *args)) == 1
@@ -294,7 +292,7 @@ test_dropout_transformations = check.transformations(DROPOUT)
 def test_dropout_in_shard_map(check_vma):
     """Each shard draws as an array of its own; a gradient of what is shared is summed."""
     count = min(4, len(jax.devices()))
-    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count])
+    mesh = check.mesh_of(AxisType.Auto, count, names=("data",))
     x, residual = normal((8, 40), "float32"), normal((8 // count, 40), "float32", seed=1)
 
     def local(x, residual):

@@ -11,7 +11,7 @@ import pytest
 import jaxkern
 from jaxkern.core import kernel_call, target
 from jaxkern.core.target import GPUS
-from tests.pairs import combinations
+from tests.check import combinations
 
 BEFORE_HOPPER = ("a100", "a10g", "l40s")
 

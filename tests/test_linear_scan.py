@@ -207,20 +207,6 @@ def test_linear_scan_of_extremes(implementation, tiles):
         assert np.isnan(got[0][1, 3:, 2]).all()
 
 
-def test_linear_scan_errors():
-    a, b, state = inputs(2, 5, 3)
-    wide = lambda v: v.astype(jnp.complex64)
-    for error, message, *arrays in [
-        (ValueError, r"a must have shape \(B, L, D\), got \(5, 3\)", a[0], b),
-        (ValueError, r"b must have shape \(2, 5, 3\).*got \(2, 4, 3\)", a, b[:, :4]),
-        (ValueError, r"initial_state must have shape \(2, 3\).*got \(3,\)", a, b, state[0]),
-        (TypeError, r"b must be complex where a is.*float32.*astype\(complex", wide(a), b),
-        (TypeError, "b must be complex where initial_state is", a, b, wide(state)),
-    ]:
-        with pytest.raises(error, match=message):
-            scan(*arrays)
-
-
 def test_linear_scan_parts_fit():
     """The parts are as many as were asked for or fewer, and hold every chunk."""
     for chunks in (1, 2, 3, 7, 64, 2048):

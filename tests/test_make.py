@@ -165,6 +165,9 @@ def test_setup_keeps_the_build_once_chosen(checkout):
     assert checkout.calls == ["venv", INSTALLED]
 
 
+DRIVEN = {"python": "3.12", "driver": "550.54.14"}
+
+
 @pytest.mark.parametrize(
     ("having", "environment", "said"),
     [
@@ -174,16 +177,8 @@ def test_setup_keeps_the_build_once_chosen(checkout):
         ({"python": "3.12", "no_venv": 1}, {}, "BIN/python3.12 has no venv module; install it"),
         ({"python": "3.10", "name": "a"}, {"PYTHON": "BIN/a"}, "BIN/a is Python 3.10; 3.12 or "),
         ({}, {"PYTHON": "/nothing"}, "PYTHON=/nothing does not run"),
-        (
-            {"python": "3.12", "gib": 2},
-            {},
-            ".venv needs about 2 GiB of disk, 1 GiB is free in",
-        ),
-        (
-            {"python": "3.12", "gib": 10, "driver": "550.54.14"},
-            {},
-            ".venv needs about 10 GiB of disk, 9 GiB is free in",
-        ),
+        ({"python": "3.12", "gib": 2}, {}, ".venv needs about 2 GiB of disk, 1 GiB is free in"),
+        (DRIVEN | {"gib": 10}, {}, ".venv needs about 10 GiB of disk, 9 GiB is free in"),
     ],
 )
 def test_setup_refuses_in_one_line(checkout, having, environment, said):

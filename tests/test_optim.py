@@ -15,9 +15,8 @@ import pytest
 import jaxkern
 from jaxkern.core import kernel_call
 from jaxkern.precision import DynamicLossScale, StaticLossScale
-from tests.pairs import combinations
+from tests.check import combinations
 
-ON_GPU = jax.default_backend() == "gpu"
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 NAMES = ("adam", "adamw", "sgd")
 OPTIONS = {"adam": {}, "adamw": {"weight_decay": 0.1}, "sgd": {"momentum": 0.9}}
@@ -486,12 +485,6 @@ WRONG = [
 ]
 
 
-def test_refuses_wrong_arguments_when_it_is_made():
-    for name, wrong, error, words in WRONG:
-        with pytest.raises(error, match=re.escape(words)):
-            made(name, **wrong)
-
-
 ones, MASTER = jnp.ones, {"master_dtype": F32}
 CODED = MASTER | {"mu_dtype": "int8", "nu_dtype": "uint8"}
 PARAMS, INTEGERS = {"w": ones((16, 256), BF16), "b": ones(3)}, ones(3, int)
@@ -566,7 +559,9 @@ WRONG_CALLS = [
 
 
 def test_refuses_wrong_calls():
-    for call, error, words in WRONG_CALLS:
+    """Wrong arguments when it is made, too."""
+    makings = ((functools.partial(made, n, **wrong), *told) for n, wrong, *told in WRONG)
+    for call, error, words in (*makings, *WRONG_CALLS):
         with pytest.raises(error, match=re.escape(words)):
             call()
 

@@ -1,4 +1,4 @@
-"""The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm of all gradients."""
+"""The kernels behind jaxkern.apply, jaxkern.scale_gradients and the norm; and all in place."""
 
 import functools
 import re
@@ -18,8 +18,8 @@ from jaxkern.optim.arithmetic import Leaf, StepNumbers, UpdateRule, is_code, num
 from jaxkern.optim.gradients import sum_of_squares
 from jaxkern.optim.kernel import update_leaves
 from jaxkern.precision import DynamicLossScale, NoOpLossScale, StaticLossScale, all_finite
-from tests.errors import ON_GPU, running
-from tests.pairs import combinations
+from tests import check
+from tests.check import FOUR_DEVICES, ON_GPU, combinations, running
 from tests.test_optim import BF16, F16, F32, assert_close, assert_same, tree_of
 
 SCALE = StaticLossScale(8.0)
@@ -103,9 +103,7 @@ def test_kernel_is_its_twin(case, monkeypatch):
 
 def lowered(f, *args, donate=()):
     """As CUDA gets it, without the kernels' own code."""
-    program = jax.jit(f, donate_argnums=donate).trace(*args)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
-    return re.sub(r'module = "[^"]*"', "", text)
+    return re.sub(r'module = "[^"]*"', "", check.lowered(f, *args, donate=donate))
 
 
 def test_a_chain_is_one_pass():
@@ -128,7 +126,7 @@ def test_kernel_works_in_place(monkeypatch):
     monkeypatch.setattr(kernel, "MAX_REFS", 16)
     tx = jaxkern.fused_adamw(0.1, clip_norm=1.0, mask=lambda p: jax.tree.map(lambda a: True, p))
     params = {f"w{i}": jnp.ones((8, 4 + i)) for i in range(10)} | {"large": jnp.ones(1024)}
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))  # of a device, which is all
+    mesh = check.mesh_of(AxisType.Auto, 1)  # of a device, which is all
     params = jax.device_put(params, NamedSharding(mesh, P()))
     step = functools.partial(jaxkern.apply, tx)
     text = lowered(step, params, tx.init(params), params, donate=(1, 2))
@@ -243,18 +241,16 @@ def test_a_tree_takes_one_launch(monkeypatch):
 
 # Meshes
 
-ON_FOUR = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
-
 
 def on_mesh(kind, specs):
     """A mesh of four devices, and a function that splits a tree over them."""
     axis_type = AxisType.Explicit if kind == "Explicit" else AxisType.Auto
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+    mesh = check.mesh_of(axis_type, 4, names=("data",))
     shardings = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
     return mesh, lambda tree: jax.device_put(tree, shardings)
 
 
-@ON_FOUR
+@FOUR_DEVICES
 @combinations("kind", ["Auto", "shard_map", "Explicit"], few=2)
 def test_a_step_on_a_mesh(kind):
     """Split parameters stay split, and the step is that of one device.
@@ -287,7 +283,7 @@ def test_a_step_on_a_mesh(kind):
     assert text.count(f"custom_call @{launch}") == steps_and_norms
 
 
-@ON_FOUR
+@FOUR_DEVICES
 @combinations("kind", ["Explicit", "Auto"], few=1)
 def test_scaling_on_a_mesh(kind):
     """The flag and the norm are those of all devices' parts, and of a replicated leaf once."""
@@ -314,3 +310,57 @@ def test_apply_runs_the_kernel():
     want = step(tx(implementation="xla"))
     with running("mosaic"):
         assert_close(step(tx(implementation="mosaic")), want)
+
+
+# Kernels that work in place keep away from slices, of which XLA would make one operation
+
+ones = jnp.ones
+ROWS = ones((64, 512), jnp.bfloat16)
+MOSAIC = {"implementation": "mosaic"}
+TX = jaxkern.fused_adamw(1e-3, **MOSAIC)
+CASES = {
+    "fused_adamw": (
+        lambda p, g: jaxkern.apply(TX, g, TX.init(p), p),
+        ones(4096),
+        ones(4096),
+    ),
+    "scale_gradients": (
+        lambda g: jaxkern.scale_gradients(g, StaticLossScale(2.0), **MOSAIC),
+        [ones(4096)],
+    ),
+    "cross_entropy": (
+        jax.grad(functools.partial(jaxkern.cross_entropy, **MOSAIC)),
+        *(ROWS, jnp.zeros(64, int)),
+    ),
+    "accumulate_weight_grad": (
+        functools.partial(jaxkern.accumulate_weight_grad, **MOSAIC),
+        *(ones((512, 512)), ROWS, ROWS),
+    ),
+    "ssd_step": (
+        lambda state, x, dt, w: jaxkern.ssd_step(state, x, dt, -ones(4), w, w, layer=1, **MOSAIC),
+        *(
+            ones((2, 1, 4, 16, 32)),
+            ones((1, 4, 16)),
+            ones((1, 4)),
+            ones((1, 1, 32)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_barriers_are_around_kernels_that_work_in_place(name):
+    """All that one takes has been behind a barrier, and all that it gives goes behind one."""
+    f, *args = CASES[name]
+    text = lowered(f, *args)
+    in_place = [line for line in text.splitlines() if "output_operand_alias<" in line]
+    (function,) = [of for of in re.split(r"\n  func\.func ", text) if in_place[0] in of]
+    assert len(in_place) == 1
+    barriers = re.findall(r"(%\w+) = stablehlo\.optimization_barrier (%[\w#]+) :", function)
+    behind, into = map(set, zip(*barriers, strict=True))
+    kernel = r"(%\w+)(?::\d+)? = stablehlo\.custom_call @mosaic_gpu_v2\(([^)]*)\)"
+    result, operands = re.search(kernel, in_place[0]).groups()
+    uses = set(re.findall(rf"{result}(?:#\d+)?(?![\w#])", function.replace(in_place[0], "")))
+    assert set(operands.split(", ")) <= behind
+    assert uses
+    assert uses <= into

@@ -12,6 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import linen, nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
@@ -23,6 +24,7 @@ from jaxkern.precision import (
     all_finite,
     select_tree,
 )
+from tests.check import FOUR_DEVICES, mesh_of
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 POLICY = Policy("float32", "bfloat16", "float16")
@@ -281,12 +283,11 @@ def test_sums_are_in_float32():
         assert_close(jax.jit(accumulate)(wide, parts(4)), whole(wide, BATCH), 1e-12)
 
 
-@pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+@FOUR_DEVICES
 @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
     """Counts one sum of each gradient and of the loss, in float32, after the loop."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    axes = ("data", "model")
+    mesh, axes = mesh_of(AxisType.Auto, 2, 2), ("x", "y")
     specs = {"in_specs": (P(), P(None, axes)), "out_specs": P(), "check_vma": check_vma}
     split = functools.partial(accumulate, axis_name=axes)
     step = jax.jit(jax.shard_map(split, mesh=mesh, **specs))
@@ -316,65 +317,58 @@ NUMBERS = ("loss_scale", "counter", "period", "factor", "min_scale", "max_scale"
 refused = functools.partial(accumulate, params=PARAMS, microbatches=ONES)
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "words"),
-    [
-        (Policy.parse, {"text": "fp8"}, "Policy.*'fp8'.*bf16"),
-        (Policy.parse, {"text": ""}, "Policy.*bf16"),
-        (Policy.parse, {"text": "params=float32"}, "Policy.*compute, output.*missing"),
-        (Policy.parse, {"text": f"params=float32,params=float32,{REST}"}, "Policy.*params.*twice"),
-        (Policy.parse, {"text": f"weights=float32,params=float32,{REST}"}, "weights=float32"),
-        (Policy.parse, {"text": f"params=int32,{REST}"}, "Policy.*params.*'int32'.*float32"),
-        (Policy, {"compute": jnp.int32}, "compute=int32 must be a floating dtype"),
-        (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
-        (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
-        (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),
-        (DynamicLossScale, {"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
-        (DynamicLossScale, {"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_s"),
-        (DynamicLossScale, {"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
-        (DynamicLossScale, {"loss_scale": np.float32("nan")}, "loss_scale must be finite, .*nan"),
-        (DynamicLossScale, {"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
-        (DynamicLossScale, {"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
-        (DynamicLossScale, {"loss_scale": 0.5}, r"be between min_scale=1\.0 .*, got 0\.5"),
-        (DynamicLossScale, {"counter": -1}, "counter must be at least 0, got -1"),
-        (DynamicLossScale, {"counter": np.int32(-1)}, "counter must be at least 0, got -1"),
-        (StaticLossScale, {"loss_scale": 0.0}, r"loss_scale must be above 0, got 0\.0"),
-        (StaticLossScale, {"loss_scale": float("nan")}, "loss_scale must be above 0, got nan"),
-        (StaticLossScale, {"loss_scale": np.float32("inf")}, "loss_scale must be at most .*inf"),
-        (StaticLossScale, {"loss_scale": 1e-50}, "loss_scale must be at least .*, got 1e-50"),
-        (refused, {"microbatches": {}}, "microbatches must be arrays .*of no array"),
-        (refused, {"microbatches": jnp.ones((0, 2))}, r"microbatches must be arrays .*\(0,\)"),
-        (refused, {"microbatches": (ONES, ONES.T)}, r"be arrays .*\(2,\), \(3,\)"),
-        (refused, {"microbatches": jnp.float32(1)}, r"microbatches must be arrays .*\(\)"),
-        (refused, {"axis_name": "x"}, "must name an axis of .* 'x' is none"),
-    ],
-)
-def test_wrong_values_are_refused(call, options, words):
-    with pytest.raises(ValueError, match=f"(?s){words}"):
-        call(**options)
+WRONG_VALUES = [
+    (Policy.parse, {"text": "fp8"}, "Policy.*'fp8'.*bf16"),
+    (Policy.parse, {"text": ""}, "Policy.*bf16"),
+    (Policy.parse, {"text": "params=float32"}, "Policy.*compute, output.*missing"),
+    (Policy.parse, {"text": f"params=float32,params=float32,{REST}"}, "Policy.*params.*twice"),
+    (Policy.parse, {"text": f"weights=float32,params=float32,{REST}"}, "weights=float32"),
+    (Policy.parse, {"text": f"params=int32,{REST}"}, "Policy.*params.*'int32'.*float32"),
+    (Policy, {"compute": jnp.int32}, "compute=int32 must be a floating dtype"),
+    (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
+    (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
+    (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),
+    (DynamicLossScale, {"min_scale": 0.0}, r"min_scale must be above 0, got 0\.0"),
+    (DynamicLossScale, {"min_scale": 4.0, "max_scale": 2.0}, "min_scale must be at most max_s"),
+    (DynamicLossScale, {"max_scale": 1e39}, r"max_scale must be at most .*, got 1e\+39"),
+    (DynamicLossScale, {"loss_scale": np.float32("nan")}, "loss_scale must be finite, .*nan"),
+    (DynamicLossScale, {"loss_scale": np.float32(-1)}, "loss_scale must be between min_scale"),
+    (DynamicLossScale, {"loss_scale": 2.0, "max_scale": 1.0}, "max_scale=1.0"),
+    (DynamicLossScale, {"loss_scale": 0.5}, r"be between min_scale=1\.0 .*, got 0\.5"),
+    (DynamicLossScale, {"counter": -1}, "counter must be at least 0, got -1"),
+    (DynamicLossScale, {"counter": np.int32(-1)}, "counter must be at least 0, got -1"),
+    (StaticLossScale, {"loss_scale": 0.0}, r"loss_scale must be above 0, got 0\.0"),
+    (StaticLossScale, {"loss_scale": float("nan")}, "loss_scale must be above 0, got nan"),
+    (StaticLossScale, {"loss_scale": np.float32("inf")}, "loss_scale must be at most .*inf"),
+    (StaticLossScale, {"loss_scale": 1e-50}, "loss_scale must be at least .*, got 1e-50"),
+    (refused, {"microbatches": {}}, "microbatches must be arrays .*of no array"),
+    (refused, {"microbatches": jnp.ones((0, 2))}, r"microbatches must be arrays .*\(0,\)"),
+    (refused, {"microbatches": (ONES, ONES.T)}, r"be arrays .*\(2,\), \(3,\)"),
+    (refused, {"microbatches": jnp.float32(1)}, r"microbatches must be arrays .*\(\)"),
+    (refused, {"axis_name": "x"}, "must name an axis of .* 'x' is none"),
+]
+WRONG_TYPES = [
+    (Policy.parse, {"text": None}, "text must be a string, got NoneType"),
+    *((Policy, {"output": value}, "output=.* is not a dtype") for value in (1.5, None, ONES)),
+    (POLICY.wrap, {"f": {}}, "got dict; of a linen module"),
+    *(
+        (scale, {name: value}, f"^{name} must be .*, got {value!r}")
+        for scale, names in ((DynamicLossScale, NUMBERS), (StaticLossScale, NUMBERS[:1]))
+        for name in names
+        for value in (True, "1024", None)
+    ),
+    (DynamicLossScale, {"counter": 1.5}, r"^counter must be an int, got 1\.5"),
+    (DynamicLossScale, {"period": 1.5}, r"^period must be an int, got 1\.5"),
+    (refused, {"params": {"w": 1}}, r"^params\['w'\] must be a floating array, got int"),
+    (refused, {"params": {"w": "one"}}, r"^params\['w'\] must be a floating array, got str"),
+    (refused, {"params": {"w": jnp.arange(3)}}, "must be a floating array, got int32"),
+    (refused, {"has_aux": "no"}, "has_aux must be True or False, got 'no'"),
+    (refused, {"axis_name": 3}, "must be a mesh axis's name or .*, got 3"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "options", "words"),
-    [
-        (Policy.parse, {"text": None}, "text must be a string, got NoneType"),
-        *((Policy, {"output": value}, "output=.* is not a dtype") for value in (1.5, None, ONES)),
-        (POLICY.wrap, {"f": {}}, "got dict; of a linen module"),
-        *(
-            (scale, {name: value}, f"^{name} must be .*, got {value!r}")
-            for scale, names in ((DynamicLossScale, NUMBERS), (StaticLossScale, NUMBERS[:1]))
-            for name in names
-            for value in (True, "1024", None)
-        ),
-        (DynamicLossScale, {"counter": 1.5}, r"^counter must be an int, got 1\.5"),
-        (DynamicLossScale, {"period": 1.5}, r"^period must be an int, got 1\.5"),
-        (refused, {"params": {"w": 1}}, r"^params\['w'\] must be a floating array, got int"),
-        (refused, {"params": {"w": "one"}}, r"^params\['w'\] must be a floating array, got str"),
-        (refused, {"params": {"w": jnp.arange(3)}}, "must be a floating array, got int32"),
-        (refused, {"has_aux": "no"}, "has_aux must be True or False, got 'no'"),
-        (refused, {"axis_name": 3}, "must be a mesh axis's name or .*, got 3"),
-    ],
-)
-def test_wrong_types_are_refused(call, options, words):
-    with pytest.raises(TypeError, match=f"(?s){words}"):
-        call(**options)
+@pytest.mark.parametrize(("error", "wrong"), [(ValueError, WRONG_VALUES), (TypeError, WRONG_TYPES)])
+def test_wrong_calls(error, wrong):
+    for call, options, words in wrong:
+        with pytest.raises(error, match=f"(?s){words}"):
+            call(**options)

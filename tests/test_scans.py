@@ -1,4 +1,4 @@
-"""Tests of what ssd and selective_scan have in common: one body, of the one and of the other."""
+"""What ssd and selective_scan have in common, and one token of both by a kernel in place."""
 
 import functools
 
@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jaxkern
+from jaxkern.ops import scan_step
 from tests import check, selective_scan, ssd
 from tests.ssd import INF, NAMES, cotangents
 from tests.test_selective_scan import SELECTIVE_SCAN
@@ -137,93 +139,6 @@ def test_memory(of, size, implementation, every, least, most):
 # Calls
 
 
-def wrong_calls_of_ssd():
-    arrays = dict(zip(NAMES, ssd.inputs_and_state(2, 5, 4, 3, 6, groups=2), strict=True))
-    x, dt, A, B, C, _, z, bias, state = arrays.values()
-    three = jnp.ones((2, 5, 3, 6))
-    run = lambda **changed: jaxkern.ssd(**arrays | changed)
-    token = dt[:, 0], A, B[:, 0], C[:, 0]
-    return run, [
-        (r"x must have shape \(B, L, H, P\), got \(5, 4, 3\)", {"x": x[0]}),
-        (r"dt must have shape \(2, 5, 4\) = \(B, L, H\) of x", {"dt": dt[:, :4]}),
-        (r"A must have shape \(4,\) = \(H,\) of x; got \(4, 1\)", {"A": A[:, None]}),
-        (
-            r"B must have shape \(B, L, G, N\), or \(B, L, N\) for one.*\(2, 5, 6\)",
-            {"B": B[:, :, 0]},
-        ),
-        (r"B must have a number of groups that divides the 4.*3", {"B": three, "C": three}),
-        (r"C must have shape \(2, 5, 2, 6\).*as B", {"C": C[:1]}),
-        (r"D must have shape \(4,\) = \(H,\) of x, or \(H, P\)", {"D": jnp.ones(3)}),
-        (r"D must have shape \(4, 3\) = \(H, P\) of x; got", {"D": jnp.ones((4, 4))}),
-        (r"z must have shape", {"z": z[..., :1]}),
-        (r"dt_bias must have shape", {"dt_bias": bias[:1]}),
-        (r"initial_state must have shape \(2, 4, 3, 6\) = \(B, H,", {"initial_state": state[:1]}),
-        (
-            r"segment_ids must have shape \(2, 5\) = \(B, L\) of x",
-            {"segment_ids": jnp.zeros(5, int)},
-        ),
-        *(
-            (f"a multiple of 128 or None, got {k}; try 128", {"checkpoint_every": k})
-            for k in (0, -128, 64, 200)
-        ),
-        (r"state must have shape \(2, 4, 3, 6\) = \(B, H, P, N\)", (state[:, :3], x[:, 0], *token)),
-        (r"x must have shape \(B, H, P\), got \(2, 5, 4, 3\)", (state, x, dt, A, B, C)),
-    ]
-
-
-def wrong_calls_of_selective_scan():
-    x, dt, A, B, C, *_ = selective_scan.inputs(2, 5, 3, 4)
-    arrays = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
-    run = lambda **changed: jaxkern.selective_scan(**arrays | changed)
-    two, state = jnp.ones((2, 5, 2, 4)), jnp.zeros((2, 3, 4))
-    token = x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0]
-    return run, [
-        (r"x must have shape \(B, L, D\), got \(5, 3\)", {"x": x[0]}),
-        (r"dt must have shape \(2, 5, 3\) = \(B, L, D\) of x", {"dt": dt[:, :4]}),
-        (r"A must have shape \(D, N\), D the 3 chan.*\(4, 3\)", {"A": A.T}),
-        (r"B must have shape \(2, 5, 4\).*got \(2, 4, 5\)", {"B": B.swapaxes(1, 2)}),
-        (r"C must have shape", {"C": C[:1]}),
-        (r"C must have shape \(2, 5, 4\).*got \(2, 5, 1, 4\)", {"C": C[:, :, None]}),
-        (r"B must have a number of groups that divides the 3.*got 2", {"B": two, "C": two}),
-        (r"D must have shape \(3,\) = \(D,\) of x; got \(4,\)", {"D": jnp.ones(4)}),
-        (r"z must have shape", {"z": x[..., :1]}),
-        (r"dt_bias must have shape", {"dt_bias": jnp.ones(1)}),
-        (r"initial_state must have shape \(2, 3, 4\) = \(B, D, N\)", {"initial_state": state[:1]}),
-        *(
-            (f"1, a multiple of 8 or None, got {k}; try", {"checkpoint_every": k})
-            for k in (0, -8, 2, 20)
-        ),
-        (r"^state must have shape \(2, 3, 4\) = \(B, D, N\)", (state.swapaxes(1, 2), *token)),
-        (r"x must have shape \(B, D\), got \(2, 5, 3\)", (state, x, dt, A, B, C)),
-    ]
-
-
-@cases(
-    ("of", "wrong_calls"),
-    [(ssd, wrong_calls_of_ssd), (selective_scan, wrong_calls_of_selective_scan)],
-)
-def test_errors(of, wrong_calls):
-    """Of a call by changed arguments, and of a step by its arguments."""
-    run, rows = wrong_calls()
-    of_limits = [
-        (r"low <= high, got \(1, 0\); \(-inf, inf\) stands for no", {"dt_limit": (1, 0)}),
-        (r"dt_limit\[0\] must be a number, got nan", {"dt_limit": (np.nan, 1)}),
-    ]
-    for words, given in (*rows, *of_limits):
-        with pytest.raises(ValueError, match=words):
-            run(**given) if isinstance(given, dict) else of.STEP(*given)
-    for words, call in (
-        (r"dt_limit must be two numbers, \(low, high\); got 1", lambda: run(dt_limit=1)),
-        (r"must be an int or None, got 'all'", lambda: run(checkpoint_every="all")),
-        (
-            r"dt_limit\[1\] must be a Python number, as it is comp",
-            lambda: jax.jit(lambda high: run(dt_limit=(0, high)))(1.0),
-        ),
-    ):
-        with pytest.raises(TypeError, match=words):
-            call()
-
-
 # On devices
 
 
@@ -234,7 +149,7 @@ def test_errors(of, wrong_calls):
 def test_groups_of_parts_on_mesh(of, op, size, along):
     """Fewer groups than devices: gathered on a mesh with Explicit axes."""
     arrays = of.inputs_and_state(*size, groups=2)
-    mesh = jax.make_mesh((4,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = check.mesh_of(AxisType.Explicit, 4, names=("data",))
     # Specs of B and C without groups are short of an axis, which is not split.
     place = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
     placed = [place(a, spec) for a, spec in zip(arrays, op.specs(data=along)[:-1], strict=True)]
@@ -256,8 +171,7 @@ def test_plain_paths_agree_on_whatever_they_are_given(of):
     """The passes and JAX's own derivative, whole and split, by rates of both signs, with a NaN."""
     length, every = (256, 128) if of is ssd else (32, 8)
     size = (1, length, 2, 3, 2) if of is ssd else (1, length, 3, 2)
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    along = NamedSharding(mesh, jax.sharding.PartitionSpec(None, "data"))
+    along = NamedSharding(check.mesh_of(AxisType.Explicit, 2), P(None, "x"))
 
     def put(arrays):
         return [jax.device_put(v, along) if v.shape[1:2] == (length,) else v for v in arrays]
@@ -291,3 +205,188 @@ def test_plain_paths_agree_on_whatever_they_are_given(of):
                 # NaN may fill more of its own segment, on the one path, than on the other.
                 assert draw % 2 or finite.all()
                 assert other.ndim > 2 or (finite == np.isfinite(other)).all()
+
+
+# One token, by the kernel that updates the state in place; and states of layers
+
+
+def inputs(of, batch, *sizes, layers=None, dtype="float32", **options):
+    """The arguments of a step by their names: those of a scan at its only token."""
+    options |= {"dtype": dtype, "weight_dtype": "float32"}
+    arrays = dict(zip(ssd.NAMES, of.inputs_and_state(batch, 1, *sizes, **options), strict=True))
+    state = arrays.pop("initial_state")
+    if layers is not None:
+        state = jnp.stack([state / (1 + i) for i in range(layers)])
+    tokens = {name: arrays[name][:, 0] for name in ssd.ALONG}
+    return arrays | tokens | {"state": state}
+
+
+def step(op, arrays, implementation, **options):
+    with check.running(implementation):
+        run = functools.partial(op, dt_softplus=True, implementation=implementation, **options)
+        return jax.jit(lambda arrays: run(**arrays))(arrays)
+
+
+SIZES = {
+    "heads": (ssd, (2, 4, 16, 128), {"groups": 2}),
+    "channels of D": (ssd, (3, 2, 64, 64), {"of_channels": True}),
+    "two accesses": (ssd, (1, 2, 8, 256), {}),
+    "few states": (ssd, (2, 6, 32, 16), {"groups": 3}),
+    "channels": (selective_scan, (2, 256, 16), {}),
+    "groups": (selective_scan, (3, 128, 16), {"groups": 2}),
+    "least states": (selective_scan, (2, 128, 8), {}),
+    "mamba2-130m": (ssd, (64, 24, 64, 128), {}),
+    "most states": (ssd, (4, 3, 128, 512), {}),
+    "130m": (selective_scan, (64, 1536, 16), {}),
+}
+LARGE = ("mamba2-130m", "most states", "130m")
+"""What takes the interpreter too long."""
+
+COMPILED, EXHAUSTIVE = pytest.mark.compiled, [pytest.mark.exhaustive]
+DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("D",), ("z", "dt_bias"))
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "absent"),
+    [
+        pytest.param(
+            *(size, DTYPES[k], ABSENT[(i + k) % 3]),
+            marks=[COMPILED if size in LARGE else pytest.mark.gpu, *EXHAUSTIVE[: k != i % 3]],
+        )
+        for i, size in enumerate(SIZES)
+        for k in range(3)
+    ],
+)
+def test_step_accuracy(size, dtype, absent, monkeypatch):
+    """At most twice plain JAX's error."""
+    of, sizes, options = SIZES[size]
+    if size == "heads":  # several rows a lane
+        monkeypatch.setattr(scan_step, "num_sms", lambda: 1)
+    given = inputs(of, *sizes, dtype=dtype, **options) | dict.fromkeys(absent)
+    token = {name: None if given[name] is None else given[name][:, None] for name in ssd.ALONG}
+    scanned = [(given | token).get(name, given["state"]) for name in ssd.NAMES]
+    wide = jax.tree.map(lambda v: np.asarray(v, np.float64), scanned)
+    want, _ = of.oracle(*wide, wide[0], None, dt_limit=(0.1, 0.9))
+    got, plain = (step(of.STEP, given, how, dt_limit=(0.1, 0.9)) for how in ("mosaic", "xla"))
+    for results in got, plain:
+        assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
+    for mine, theirs, true in zip(got, plain, want, strict=True):
+        error = lambda v, true=true: check.relative_error(np.asarray(v), true.reshape(v.shape))
+        assert error(mine) <= 2 * max(error(theirs), 2**-23)
+
+
+@check.BOTH
+@pytest.mark.parametrize(
+    ("of", "size"),
+    [
+        pytest.param(ssd, (2, 4, 16, 32), marks=pytest.mark.exhaustive, id="ssd"),
+        pytest.param(selective_scan, (2, 128, 16), id="selective_scan"),
+    ],
+)
+def test_a_layer_is_updated_and_no_other(of, size, implementation):
+    """As its state alone would be, in a loop over the layers too."""
+    op, arrays = of.STEP, inputs(of, *size, layers=3)
+    alone = arrays | {"state": arrays["state"][1]}
+    want = step(op, alone, implementation)
+    for layer in (1, np.int64(1)) if check.ON_GPU else (np.int64(1),):
+        got, states = step(op, arrays, implementation, layer=layer)
+        check.assert_close((got, states[1]), want, 1e-6)
+        np.testing.assert_array_equal(states[::2], arrays["state"][::2])
+
+    def loop(state, arrays):
+        def body(state, layer):
+            with check.running(implementation):
+                options = {"dt_softplus": True, "layer": layer, "implementation": implementation}
+                return op(**arrays | {"state": state}, **options)[::-1]
+
+        return jax.lax.scan(body, state, jnp.arange(3))
+
+    states, outs = jax.jit(loop)(arrays["state"], arrays)
+    check.assert_close((outs[1], states[1]), want, 1e-6)
+
+
+@check.BOTH
+def test_a_layer_that_there_is_not(implementation):
+    """A traced number counts as the nearest, and writes nowhere else."""
+    arrays = inputs(ssd, 1, 2, 16, 32, layers=2)
+
+    @jax.jit
+    def run(layer):
+        with check.running(implementation):
+            return ssd.STEP(**arrays, layer=layer, implementation=implementation)
+
+    for number, nearest in ((-1, 0), (2, 1), (2**31 - 1, 1)):
+        jax.tree.map(np.testing.assert_array_equal, run(number), run(nearest))
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_head():
+    arrays = inputs(ssd, 2, 4, 16, 32)
+    run = jax.jit(lambda arrays: step(ssd.STEP, arrays, "mosaic"))
+    bad = arrays | {"x": arrays["x"].at[1, 2].set(jnp.nan)}
+    for got, want in zip(run(bad), run(arrays), strict=True):
+        assert jnp.isnan(got[1, 2]).all()
+        ssd.check_others({"final": got}, {"final": want})
+
+
+of_all = functools.partial(jax.grad, argnums=tuple(range(len(ssd.NAMES))))
+mapped = lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, 0.9 * a]) for a in v))
+AROUND = {
+    "grad": of_all,
+    "vmap(grad)": lambda f: mapped(of_all(f)),
+    "vmap": mapped,
+    "checkpoint": lambda f: jax.checkpoint(of_all(f)),
+}
+
+
+@pytest.mark.gpu
+@check.combinations("around layers", AROUND, [None, 2], few=2)
+def test_step_transformations(around, layers):
+    """Gradients, of the output and the state, as plain JAX has them."""
+    arrays = inputs(ssd, 2, 2, 16, 32, layers=layers)
+    layer = None if layers is None else 1
+
+    def call(implementation, *values):
+        with check.running(implementation):
+            options = {"dt_softplus": True, "layer": layer, "implementation": implementation}
+            out, state = ssd.STEP(**dict(zip(arrays, values, strict=True)), **options)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
+
+    got, want = (
+        jax.jit(around(functools.partial(call, how)))(*arrays.values()) for how in ("mosaic", "xla")
+    )
+    check.assert_close(got, want, 1e-5)
+
+
+def test_the_state_is_aliased():
+    """Where the program is for a GPU the kernel writes the state to where it was."""
+    arrays = inputs(ssd, 2, 4, 64, 128, layers=3)
+    run = lambda arrays: ssd.STEP(**arrays, layer=1, implementation="mosaic")
+    (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
+    assert call.count("output_operand_alias<") == 2  # the state, and x that becomes the output
+
+
+def test_step_errors():
+    arrays = inputs(ssd, 2, 4, 16, 32, layers=3)
+    state, alone = arrays["state"], {"state": arrays["state"][0]}
+    half = inputs(ssd, 2, 4, 16, 32) | {"state": state[0].astype(jnp.bfloat16)}
+    channels = r"a head has 24 channels, and the kernel takes multiples of 32"
+    states = "it has 24 states, and the kernel takes a power of two from 8 to 512"
+    for error, words, changed in (
+        (ValueError, r"state must have shape \(2, 4, 16, 32\) = \(B, H, P, N", {}),
+        (ValueError, r"with layer, state .* shape \(layers, 2, 4, 16, ", alone | {"layer": 0}),
+        (ValueError, r"layer must be from 0 to 2, as state has them; got 3", {"layer": 3}),
+        (TypeError, r"layer must be a whole number or an integer.*got 1\.0", {"layer": 1.0}),
+        (TypeError, r"layer must be a whole number or an integer", {"layer": jnp.arange(2)}),
+    ):
+        with pytest.raises(error, match=words):
+            ssd.STEP(**arrays | changed)
+    for of, reason, given in (
+        (ssd, states, inputs(ssd, 2, 4, 16, 24)),
+        (ssd, "it has 4 states", inputs(ssd, 2, 4, 16, 4)),
+        (ssd, channels, inputs(ssd, 2, 4, 24, 16)),
+        (ssd, "state is bfloat16, and the kernel updates", half),
+        (selective_scan, "a group has 100 channels", inputs(selective_scan, 2, 100, 16)),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            of.STEP(**given, implementation="mosaic")

@@ -1,7 +1,10 @@
-"""selective_scan: accuracy, what the recurrence promises of its states, transformations."""
+"""selective_scan: its kernels, accuracy, what the recurrence promises of its states, the matrix."""
 
 import contextlib
+import dataclasses
 import functools
+import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +12,11 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.scan_options import StepSizes
-from jaxkern.ops.selective_scan import op, reference
+from jaxkern.ops.scan_options import StepSizes, join_groups
+from jaxkern.ops.selective_scan import backward, forward, op, reference, steps, tiles
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
 from tests import check
-from tests.selective_scan import (
-    KERNELS,
-    SIZE,
-    check_case,
-    inputs,
-    inputs_and_state,
-    oracle,
-    scan,
-    short_chunks,
-)
+from tests.selective_scan import check_case, inputs, inputs_and_state, oracle, scan
 from tests.ssd import (
     INF,
     NAMES,
@@ -38,6 +32,177 @@ from tests.ssd import (
 EXHAUSTIVE = pytest.mark.exhaustive
 ONE_PROGRAM = (2, 9, 66, 5)
 """A size for cases that differ in their numbers alone."""
+
+# Each kernel by itself
+
+
+@contextlib.contextmanager
+def short_chunks(count):
+    """Chunks of `count` steps: the interpreter compiles each step of a chunk, 8 for half a minute.
+
+    What is traced inside must have options or shapes that nothing traced outside has.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("jaxkern.ops.selective_scan.") and hasattr(module, "CHUNK"):
+                patch.setattr(module, "CHUNK", count)
+        patch.setattr(steps.Steps.__init__, "__defaults__", (count,))
+        yield
+
+
+class Kernels(NamedTuple):
+    """The kernels of both passes in the interpreter, each by itself.
+
+    A chunk has `chunk` steps, and states are saved `every` steps.
+    """
+
+    chunk: int
+    every: int
+    of_steps: StepSizes = StepSizes(True, 0.0, INF)
+
+    def forward(self, arrays, segment_ids=None, mode="interpret"):
+        """Output, final state and saved states."""
+        results = self._run(mode, op.FORWARD, arrays, segment_ids)
+        return [join_groups(v, n) for v, n in zip(results, (2, 1, 2), strict=True)]
+
+    def backward(self, arrays, dout, dfinal, segment_ids=None):
+        """The gradients, from the states that plain JAX saves."""
+        x, *_, state = reference.by_group(arrays)
+        *_, saved = self._run("xla", op.FORWARD, arrays, segment_ids)
+        given = saved, dout.reshape(x.shape), dfinal.reshape(state.shape)
+        grads = self._run("interpret", op.BACKWARD, arrays, segment_ids, *given)
+        return [g if g is None else g.reshape(a.shape) for g, a in zip(grads, arrays, strict=False)]
+
+    def _run(self, mode, kernel_pass, arrays, segment_ids, *more):
+        keep = None
+        if segment_ids is not None:
+            new = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
+            keep = 1 - new.astype(jnp.float32)
+        options = reference.SelectiveScanOptions(self.of_steps, True, self.every, mode, save=True)
+        with short_chunks(self.chunk):
+            run = _jitted(kernel_pass, options, self.chunk)
+            return run(*reference.by_group(arrays), keep, None, *more)
+
+    def check(self, name, arrays, segment_ids=None):
+        """One pass, ``"forward"`` or ``"backward"``, to a rounding of its float64 results."""
+        rng = np.random.default_rng(17)
+        given = [jnp.asarray(rng.normal(size=v.shape), v.dtype) for v in (arrays[0], arrays[8])]
+        softplus, *limits = dataclasses.astuple(self.of_steps)
+        options = {"dt_softplus": softplus, "dt_limit": limits, "segment_ids": segment_ids}
+        results, want = check.in_float64(oracle, *arrays, *given, **options)
+        if name == "forward":
+            got = self.forward(arrays, segment_ids)
+            want = *results, self.forward(arrays, segment_ids, "xla")[2]
+        else:
+            got = self.backward(arrays, *given, segment_ids)
+        for i, (ours, truth) in enumerate(zip(got, want, strict=True)):
+            if ours is not None:
+                error, rounding = check.relative_error(ours, truth), jnp.finfo(ours.dtype).eps / 2
+                assert error <= float(rounding) + 3e-6, f"{name} {i}: {error:.1e}"
+
+
+@functools.cache
+def _jitted(kernel_pass, options, chunk):
+    del chunk  # of which there is a program each
+    return jax.jit(functools.partial(kernel_pass, options))
+
+
+KERNELS, SIZE = Kernels(chunk=2, every=2), (2, 5, 66, 5)
+"""Three chunks, the last with padding, of two blocks of channels: one program for many tests."""
+
+
+CUT = tiles.ScanGrid.cut
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_every_argument(name):
+    KERNELS.check(name, inputs_and_state(*SIZE))
+
+
+def without_optional(arrays):
+    """Neither D nor a gate nor a bias."""
+    return tuple(
+        None if name in ("D", "z", "dt_bias") else v for name, v in zip(NAMES, arrays, strict=True)
+    )
+
+
+def packed_arrays(length):
+    """Groups, and both half precisions."""
+    first, second = (
+        inputs_and_state(1, length, 6, 2, dtype, "float32", groups=2)
+        for dtype in ("bfloat16", "float16")
+    )
+    of = dict(zip(NAMES, first, strict=True)) | {"dt": jnp.exp(second[1]), "C": second[4]}
+    return without_optional(of.values()), packed_ids(1, length)
+
+
+PACKED = Kernels(2, 2, StepSizes(False, 0.05, 0.3))
+
+
+def cut_grid(monkeypatch, module, cut):
+    name = module.__name__.rpartition(".")[2]
+    monkeypatch.setattr(module, f"{name}_grid", lambda columns, units, *_: cut(columns, units))
+
+
+def test_forward_of_segments_in_subparts(monkeypatch):
+    """Two parts of two chunks, each a subpart."""
+    cut_grid(monkeypatch, forward, lambda columns, units: CUT(columns, units, 0, 2, 2))
+    PACKED.check("forward", *packed_arrays(7))
+
+
+WHOLE = lambda columns, units: CUT(columns, units, columns, 1)
+
+
+@pytest.mark.exhaustive
+def test_backward_of_segments(monkeypatch):
+    cut_grid(monkeypatch, backward, WHOLE)
+    PACKED.check("backward", *packed_arrays(5))
+
+
+def test_backward_between_saved_states(monkeypatch):
+    """Two chunks from one saved state to the next, the last of which has one."""
+    cut_grid(monkeypatch, backward, WHOLE)
+    Kernels(chunk=2, every=4).check("backward", without_optional(inputs_and_state(1, 9, 2, 2)))
+
+
+def test_backward_in_parts(monkeypatch):
+    """Three parts of a chunk each."""
+    cut_grid(monkeypatch, backward, lambda columns, units: CUT(columns, units, 0, units))
+    Kernels(chunk=2, every=2).check("backward", without_optional(inputs_and_state(1, 5, 2, 2)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.gpu
+def test_uneven_parts(monkeypatch):
+    """Columns of blocks halved, in parts and whole side by side, and of two warpgroups.
+
+    Tiles of four chunks, of which there are five, so that the last tile overlaps another.
+    """
+    monkeypatch.setattr(tiles, "num_sms", lambda: 3)
+    monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
+    cut = lambda columns, units: CUT(columns, units, 1, 2)
+    cut_grid(monkeypatch, backward, cut)
+    halved, split = tiles.forward_grid(columns=4, chunks=5, halves=True), cut(2, 3)
+    assert (halved.whole, halved.halved, halved.count) == (4, 1, 5)
+    assert (split.whole, split.rest, split.parts, split.count) == (1, 1, 2, 3)
+    states = 16 if check.ON_GPU else 4
+    check_case(inputs_and_state(2, 40, 128, states), "mosaic", checkpoint_every=16)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.gpu
+def test_subparts(monkeypatch):
+    """Parts whose carries are found in subparts, the last of which is short."""
+    cut = lambda columns, units: CUT(columns, units, 0, 2, 3)
+    cut_grid(monkeypatch, forward, cut)
+    cut_grid(monkeypatch, backward, cut)
+    grid = cut(1, 11)
+    assert (grid.length, grid.parts, grid.of_carries().count) == (6, 2, 3)
+    # The backward's last subpart of two chunks has one.
+    assert grid.of_carries().parts == 6
+    assert 11 % grid.of_carries().length == 1
+    check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), "mosaic")
+
 
 # Accuracy
 
@@ -264,8 +429,7 @@ def test_selective_scan_of_too_many_states():
         scan(*arrays, implementation="mosaic")
     chosen, in_plain_jax = (scan(*arrays, implementation=i) for i in (None, "xla"))
     np.testing.assert_array_equal(chosen, in_plain_jax)
-    run = jax.jit(functools.partial(scan, implementation=None))
-    text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    text = check.lowered(functools.partial(scan, implementation=None), *arrays)
     assert "selective_scan_fwd" not in text
 
 
@@ -279,8 +443,8 @@ def test_selective_scan_lowers_for_cuda(dtype, states):
     *arrays, D, z, _ = inputs(2, 70, 130, states, dtype, weight_dtype="float32")
     of = {"segment_ids": packed_ids(2, 70)} if dtype == "float16" else {"z": z}
     scan = functools.partial(jaxkern.selective_scan, D=D, **of, implementation="mosaic")
-    program = jax.jit(jax.grad(lambda *a: scan(*a).astype(jnp.float32).sum(), range(5)))
-    text = program.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    grad = jax.grad(lambda *a: scan(*a).astype(jnp.float32).sum(), range(5))
+    text = check.lowered(grad, *arrays)
     assert "selective_scan_fwd" in text
     assert "selective_scan_bwd" in text
 

@@ -1,12 +1,11 @@
-"""Sequences that devices split: under plain jit, and in parts of a user's ``shard_map``."""
+"""Sequences that devices split, under jit and in a user's ``shard_map``, and their sections."""
 
-import contextlib
 import dataclasses
 import functools
-import math
 import re
 import warnings
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.core import kernel_call, kernel_pass
-from jaxkern.core.target import interpreter
 from jaxkern.nn import mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of
 from jaxkern.ops.scan_options import StepSizes
+from jaxkern.ops.sections import SectionOptions
 from tests import check, sequences
+from tests.check import FOUR_DEVICES, mesh_of
 from tests.sequences import random
 
 TOLERANCE = 2e-5
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
@@ -37,20 +36,13 @@ def ids_of(batch: int, length: int) -> jax.Array:
     return jnp.asarray(np.stack(ids), jnp.int32)
 
 
-class Op(NamedTuple):
+def _op(name: str, length: int, channels: int, **options: Any) -> Any:
     """An op at small size: its arrays, the last of segment ids, and a letter for each axis."""
-
-    call: Any
-    oracle: Any
-    arrays: tuple[Any, ...]
-    axes: str
-
-
-def _op(name: str, length: int, channels: int, **options: Any) -> Op:
     op, groups = sequences.OPS[name], {"n": 5, "p": 3, "g": 1} if name == "ssd" else {"n": 3}
     arrays = op.arrays(b=2, l=length, d=channels, w=4, k=3, **groups)
     call = functools.partial(op.call, **options)
-    return Op(call, op.oracle, (*arrays, ids_of(2, length)), f"{op.axes} bl")
+    arrays, axes = (*arrays, ids_of(2, length)), f"{op.axes} bl"
+    return SimpleNamespace(call=call, oracle=op.oracle, arrays=arrays, axes=axes)
 
 
 OPS = {
@@ -100,19 +92,13 @@ def wanted(name: str, given: str, length: int | None = None) -> Any:
     return oracle(np.cos(2 * out), np.cos(2 * final))
 
 
-def _cut(op: Op, length: int | None) -> Any:
+def _cut(op: Any, length: int | None) -> Any:
     """The op's arrays, as long as `length`."""
     cut = lambda v, axes: v[:, :length] if axes.startswith("bl") else v
     return tuple(map(cut, op.arrays, op.axes.split()))
 
 
-def mesh_of(kind: AxisType, *shape: int) -> Any:
-    """A mesh of the first devices, with axes x and y."""
-    devices = jax.devices()[: math.prod(shape)]
-    return jax.make_mesh(shape, ("x", "y")[: len(shape)], (kind,) * len(shape), devices=devices)
-
-
-def assert_nothing_whole(compiled: Any, op: Op) -> None:
+def assert_nothing_whole(compiled: Any, op: Any) -> None:
     """No all-gather gives an array as long as the sequence."""
     for line in re.findall(r".* all-gather\(.*", compiled.as_text()):
         sizes = line.partition("[")[2].partition("]")[0].split(",")
@@ -122,7 +108,7 @@ def assert_nothing_whole(compiled: Any, op: Op) -> None:
 # Under plain jit
 
 
-def _placed(op: Op, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
+def _placed(op: Any, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
     specs = (P(*(split.get(letter) for letter in axes)) for axes in op.axes.split())
     return tuple(
         None if a is None else jax.device_put(a, NamedSharding(mesh, spec))
@@ -213,7 +199,7 @@ def test_a_sequence_that_parts_do_not_fit_is_gathered(name):
 # Inside shard_map
 
 
-def _by_name(op: Op, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> Any:
+def _by_name(op: Any, mesh: Any, axes: Any, check_vma: bool, **options: Any) -> Any:
     """What :func:`value_and_grads` gives, inside ``shard_map``, which adds up devices' shares."""
     specs = tuple(P(*(axes if c == "l" else None for c in letters)) for letters in op.axes.split())
     along, final = P(None, axes), options["return_final_state"]
@@ -455,9 +441,104 @@ def test_kernels_find_what_a_device_hands_on(name, packed):
     options, *arrays = _carries(name, packed)
     passes = ops[name].CARRY, ops[name].BWD_CARRY
     run = lambda f, args: jax.jit(functools.partial(f, options))(*args)
-    with contextlib.nullcontext() if check.ON_GPU else interpreter():
+    with check.in_kernels():
         got = [run(p.kernel, args) for p, args in zip(passes, arrays, strict=True)]
     want = [run(p.reference, args) for p, args in zip(passes, arrays, strict=True)]
     finite = lambda v: np.nan_to_num(np.asarray(v, np.float64), nan=7.0, posinf=9.0)
     tolerance = 2.0**-8 if name == "ssd" else 1e-6
     check.assert_close(jax.tree.map(finite, got), jax.tree.map(finite, want), tolerance)
+
+
+# The states between the sections of a sequence, by the kernel and in plain JAX
+
+INF, NAN = np.inf, np.nan
+
+
+def _in_order(decay: Any, own: Any, first: Any, reverse: bool) -> Any:
+    """One section after the other, in float64."""
+    decay, own, h = (np.asarray(v, np.float64) for v in (decay, own, first))
+    per_unit = own.shape[2] // max(1, decay.shape[2])
+    decay, states = np.repeat(decay, per_unit, 2), np.empty_like(own)
+    for s in range(own.shape[1])[:: -1 if reverse else 1]:
+        states[:, s] = h
+        kept = ~np.isnan(decay[:, s]) & ~(np.isinf(decay[:, s]) & (h == 0))
+        h = own[:, s] + np.multiply(decay[:, s], h, where=kept, out=np.zeros_like(h))
+    return states, h
+
+
+def _arrays(batch: int, sections: int, units: int, size: int) -> tuple[Any, Any, Any]:
+    rng = np.random.default_rng(0)
+    decay = rng.uniform(size=(batch, sections, units))
+    own, first = rng.normal(size=(batch, sections, size)), rng.normal(size=(batch, size))
+    return jnp.float32(decay), jnp.float32(own), jnp.float32(first)
+
+
+def _run(f: Any, *arrays: Any) -> Any:
+    with check.in_kernels():
+        return jax.jit(f)(*arrays)
+
+
+RUNS = sections_of.launch_states, sections_of.reference_states
+SHAPES = {
+    "a decay a state": (1, 16, 384, 384),
+    "padded": (2, 3, 300, 300),
+    "a decay a unit": (2, 8, 2, 512),
+    "units narrower than a block": (1, 4, 3, 240),
+    "four states a lane": (2, 2, 2, 1024),
+    "four states and decays a lane": (1, 2, 1024, 1024),
+    "no rows": (0, 4, 8, 8),
+    "no states": (2, 4, 0, 0),
+}
+
+
+@pytest.mark.gpu
+@check.combinations("shape reverse", SHAPES, [True, False])
+def test_states_are_those_of_a_loop(shape, reverse, monkeypatch):
+    if shape[-1] == 1024:
+        monkeypatch.setattr(sections_of, "num_sms", lambda: 1)  # for which 1024 are enough
+    arrays = _arrays(*shape)
+    want = _in_order(*arrays, reverse)
+    for run in RUNS:
+        got = _run(functools.partial(run, SectionOptions(reverse)), *arrays)
+        check.assert_close(got, want, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("count", "reverse"),
+    [(1, True), (5, False), pytest.param(5, True, marks=pytest.mark.exhaustive)],
+)
+def test_state_after_sections_in_a_row(count, reverse):
+    decay, own, _ = _arrays(count, 2, 3, 3 * 4)
+    after = functools.partial(sections_of.state_after_all, reverse=reverse)
+    got = _run(after, decay[..., None], own.reshape(count, 2, 3, 4))
+    row = decay.reshape(1, count, -1), own.reshape(1, count, -1), np.zeros((1, 2 * 3 * 4))
+    check.assert_close(got.reshape(1, -1), _in_order(*row, reverse)[1], 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS)
+def test_what_a_section_keeps_nothing_of(run):
+    """A new segment keeps nothing even of a NaN; of a zero an infinite decay makes no NaN."""
+    decay = jnp.array([[[NAN, NAN, INF, INF, 0.0, 0.0, 0.5, 0.5]]]).repeat(2, 1)
+    first = jnp.array([[NAN, INF, 0.0, 1.0, NAN, 1.0, NAN, 0.0]])
+    states, last = _run(functools.partial(run, SectionOptions()), decay, jnp.ones((1, 2, 8)), first)
+    after = np.array([[1, 1, 1, INF, NAN, 1, NAN, 1]])
+    np.testing.assert_array_equal(states, np.stack([first, after], 1))
+    np.testing.assert_array_equal(last, [[1, 1, INF, INF, NAN, 1, NAN, 1.5]])
+
+
+def test_gradients_pass_states_of_zero():
+    decay, own, first = _arrays(1, 4, 6, 6)
+    decay = decay.at[0, 1, 0].set(NAN)
+    last = lambda first: sections_of.reference_states(SectionOptions(), decay, own, first)[1].sum()
+    got = jax.grad(last)(jnp.zeros_like(first))
+    want = jnp.where(jnp.isnan(decay), 0, decay).prod(1)
+    check.assert_close(got, want, 1e-6)
+
+
+def test_what_the_kernel_takes():
+    decay, own, first = _arrays(1, 4, 6, 6)
+    assert sections_of.unsupported_states(SectionOptions(), decay, own, first) is None
+    half = own.astype(jnp.bfloat16)
+    assert "bfloat16" in str(sections_of.unsupported_states(SectionOptions(), decay, half, first))

@@ -1,6 +1,7 @@
-"""ssd in plain JAX: its accuracy, where NaN goes, absent arguments, the matrix."""
+"""ssd: its accuracy, where NaN goes, absent arguments, its kernels, the matrix."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkern
-from jaxkern.ops.ssd import reference
+from jaxkern.core import target
+from jaxkern.ops.ssd import backward, forward, inputs, reference, tiles
+from jaxkern.ops.ssd.reference import SsdOptions, by_group
 from tests import check
 from tests.ssd import (
     ALONG,
@@ -20,6 +23,7 @@ from tests.ssd import (
     check_case,
     check_others,
     check_reference,
+    cotangents,
     inputs_and_state,
     oracle,
     packed_ids,
@@ -192,8 +196,7 @@ def test_ssd_of_growing_states_in_short_segments(implementation, order):
     """The decay over a device's part is e^128, and that over a segment of four tokens e^4."""
     length = 256
     ones, ids = jnp.ones((1, length, 1, 1)), jnp.arange(length)[None] // 4
-    mesh = jax.make_mesh((2,), ("data",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    split = NamedSharding(mesh, P(None, "data"))
+    split = NamedSharding(check.mesh_of(AxisType.Explicit, 2), P(None, "x"))
 
     def gradient(put, dt):
         x, segment_ids = put(ones), put(ids)
@@ -237,7 +240,7 @@ def test_ssd_optional_arguments(implementation):
 
 # Transformations and meshes
 
-OF_RULES = ("jit", "vmap", "vmap(vmap)", "scan", "shard_map unchecked")
+OF_RULES = ("vmap", "vmap(vmap)", "scan", "shard_map unchecked")
 """What JAX does around a rule, which other ops show, and the kernels on a GPU."""
 
 SSD = check.Op(
@@ -264,3 +267,350 @@ GROUPS = with_groups(
     slow=[("auto mesh", None)],
 )
 test_ssd_transformations = check.transformations(SSD, GROUPS)
+
+
+# The kernels
+
+HALF = functools.partial(inputs_and_state, dtype="bfloat16", weight_dtype="float32")
+ONE_STEP = (1, 70, 2, 64, 16)
+"""More than a step of 64 tokens, states that are padded."""
+
+# Each pass by itself: both take the interpreter more than the CPU seconds of a default test.
+
+
+@pytest.fixture(scope="module")
+def passes():
+    """Arguments of both passes, and what the oracle makes of them: of two chunks, without a gate.
+
+    The segments of one of the two rows end within the first chunk. `between` is the state after
+    that, `dbetween` its gradient.
+    """
+    x, dt, A, B, C, D, _, _, state = HALF(2, 130, 2, 16, 16)
+    dt, dout = jax.nn.softplus(dt.astype(jnp.float32)), jnp.sin(3 * x)
+    A = A / 64  # so that a state outlasts a chunk
+    ids = np.stack([np.zeros(130, int), np.repeat([0, 1, 2], [50, 40, 40])])
+    wide = [np.asarray(v, np.float64) for v in (x, dt, A, B, C, D, dout, state)]
+
+    def run(span, state):
+        x, dt, A, B, C, D, dout, _ = (v[:, span] if v.ndim > 2 else v for v in wide)
+        given = x, dt, A, B, C, D, None, None, state, dout, None
+        return oracle(*given, dt_softplus=False, segment_ids=ids[:, span])
+
+    whole = run(slice(None), wide[-1])
+    (_, between), _ = run(slice(0, tiles.CHUNK), wide[-1])
+    _, (*_, dbetween) = run(slice(tiles.CHUNK, None), between)
+    x, dt, A, B, C, D, z, _, h = by_group((x, dt, A, B, C, D, None, None, state), 2)
+    args = x, dt, dt * A, B, C, D, z, h, jnp.asarray(ids), None
+    return types.SimpleNamespace(
+        args=args, dout=dout[:, :, None], want=whole, between=between, dbetween=dbetween
+    )
+
+
+OPTIONS = SsdOptions(True, tiles.CHUNK, "interpret", isolate_nan=False, save=True)
+
+
+def interpreted(f, *args):
+    """``f(*args)``, in one part: else the sequence is cut to fill the GPU."""
+    with target.interpreter(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "num_sms", lambda: 1)
+        return jax.jit(f)(*args)
+
+
+def test_ssd_forward_kernel(passes):
+    """Outputs, the final state, and the states that are saved."""
+    run = functools.partial(forward.launch_fwd, OPTIONS)
+    out, final, states, _ = interpreted(run, *passes.args)
+    (want, want_final), _ = passes.want
+    check.assert_close(out[:, :, 0], want, 2.0**-8)
+    check.assert_close((final[:, 0], states[:, 1, 0]), (want_final, passes.between), 2.0**-8)
+    np.testing.assert_array_equal(states[:, 0], passes.args[7].astype(jnp.bfloat16))
+
+
+def check_backward(passes):
+    states = np.stack([passes.args[7][:, 0], passes.between], axis=1)[:, :, None]
+    states = states.astype(jnp.bfloat16)
+    run = functools.partial(backward.launch_bwd, OPTIONS)
+    grads = interpreted(run, *passes.args, states, None, passes.dout, None)
+    grads = [np.asarray(v, np.float64) for v in grads if v is not None]
+    dx, ds, da, dB, dC, dD, dstate = grads
+    dt, a = (np.asarray(v, np.float64) for v in passes.args[1:3])
+    ddt, dA = ds + da * a / dt, np.sum(da * dt, (0, 1))
+    *want, skipped = passes.want[1][:6]
+    check.assert_close((dx[:, :, 0], ddt[:, :, 0], dA[0], dB, dC), want, 2.0**-8)
+    check.assert_close(dD[0], skipped, 2e-6)
+    return dstate[:, 0], passes.want[1][-1]
+
+
+def test_ssd_backward_kernel(passes, monkeypatch):
+    """Gradients, of states and their gradients between the chunks that the oracle gives.
+
+    After the last chunk none are stored: they count as zeros. The sums of log-decays, which the
+    forward tests, are not its own.
+    """
+
+    def chunk_sums(*arrays):
+        whole = [jnp.pad(v, [(0, 0), (0, -v.shape[1] % tiles.CHUNK), (0, 0)]) for v in arrays]
+        a, dt = (jnp.moveaxis(v.reshape(2, -1, tiles.CHUNK, 8), 3, 1) for v in whole)
+        return jnp.stack([a.cumsum(-1) / np.log(2), dt], axis=3)
+
+    def launch_carry(scan, reverse, tokens, weights, steps, starts):
+        assert (reverse, starts) == (True, None)
+        widths = [(0, scan.channels - 16), (0, scan.states - 16)]
+        after = jnp.pad(passes.dbetween, [(0, 0)] * 2 + widths)[:, None]
+        return after.astype(tokens.dtype), after
+
+    monkeypatch.setattr(inputs, "chunk_sums", chunk_sums)
+    monkeypatch.setattr(backward, "launch_carry", launch_carry)
+    check_backward(passes)
+
+
+@exhaustive
+def test_ssd_backward_kernels(passes):
+    """With the carry, whose last state is the gradient of the initial one."""
+    check.assert_close(*check_backward(passes), 2.0**-8)
+
+
+INTERPRETED = {
+    "packed": ((1, 130, 2, 64, 16), 1, {"segment_ids": packed_ids(1, 130, 30)}),
+    "channels and states between": ((1, 70, 2, 80, 144), 2, {"checkpoint_every": None}),
+}
+COMPILED = {
+    "few states": (ONE_STEP, 1, {}),
+    "short segments": (ONE_STEP, 1, {"segment_ids": packed_ids(1, 70)}),
+    "several chunks": ((1, 200, 2, 128, 80), 2, {"checkpoint_every": None}),
+    "one token": ((4, 1, 3, 64, 20), 1, {}),
+    "whole chunks": ((2, 512, 6, 64, 128), 2, {"checkpoint_every": 256}),
+    "more heads than a block": ((3, 300, 7, 64, 64), 1, {}),
+    "more heads than whole blocks": ((2, 300, 12, 64, 64), 1, {}),
+    "wide heads": ((1, 1000, 4, 256, 128), 4, {"checkpoint_every": 128}),
+    "narrow heads": ((2, 1000, 4, 16, 128), 2, {"checkpoint_every": 256}),
+    "many states": ((2, 1000, 4, 64, 256), 1, {"segment_ids": packed_ids(2, 1000)}),
+    "many states in parts": ((1, 5000, 2, 128, 256), 1, {"checkpoint_every": None}),
+    "parts": ((1, 5000, 2, 64, 128), 1, {"dt_limit": (0.05, 0.3)}),
+    "parts of several chunks": ((1, 1000, 64, 64, 64), 1, {"checkpoint_every": None}),
+    "no parts": ((8, 1030, 32, 64, 128), 1, {"checkpoint_every": None}),
+    "packed chunks": ((2, 1000, 4, 64, 128), 2, {"segment_ids": packed_ids(2, 1000)}),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "groups", "options"),
+    [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
+)
+def test_ssd_kernels_accuracy(size, groups, options):
+    """With everything: a gate, D of heads or, of several groups, of channels, both states.
+
+    With rates at which some heads remember their first token to the end.
+    """
+    arrays = HALF(*size, groups=groups, of_channels=groups > 1)
+    check_case(with_rates(min(1, 16 / size[1]), arrays), "mosaic", **options)
+
+
+@pytest.mark.compiled
+def test_ssd_kernels_forget_and_grow():
+    """Decays of exactly 0 amid others, and a rate above 0."""
+    x, dt, A, *rest = HALF(2, 300, 4, 64, 64)
+    A = A.at[0].set(-1e6).at[1].set(-1e30).at[2].set(0.01)
+    dt = dt.at[0, 4].set(80.0)
+    check_case((x, dt, A, *rest), "mosaic")
+
+
+@pytest.mark.gpu
+@exhaustive
+def test_ssd_kernels_keep_nan_where_it_is():
+    """A NaN leaves other heads the bits they had; with `isolate_nan` other segments, too.
+
+    In the same chunk, and in the states that the segments behind it and before it begin from.
+    Finite arguments give the same bits with `isolate_nan` and without.
+    """
+    arrays = HALF(*ONE_STEP)
+    ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1)
+    run = functools.partial(results_by_name, arrays, implementation="mosaic")
+    isolated, free = (
+        functools.partial(run(isolate_nan=flag), segment_ids=ids) for flag in (True, False)
+    )
+    same = np.testing.assert_array_equal
+    close = functools.partial(check.assert_close, tolerance=2.0**-6)
+    with check.running("mosaic"):
+        want = isolated()
+        jax.tree.map(same, free(), want)
+        got = free("x", 0, 4, 1)
+        assert np.isnan(got["out"][0, 4, 1]).all()
+        same(got["final"][:, 0], want["final"][:, 0])
+        for name in ("out", "x", "dt", "z"):
+            same(got[name][:, :, 0], want[name][:, :, 0])
+        for name in ("A", "D", "dt_bias"):
+            same(got[name][0], want[name][0])
+        for name in ("x", "dt", "B", "C", "out") if check.ON_GPU else ("x", "out"):
+            got = isolated(name, 0, 25)
+            assert name == "out" or np.isnan(got["out"][0, 25].astype(np.float32)).all()
+            for n in ("final", "initial_state"):
+                close(got[n], want[n])
+            for n in ("out", *ALONG):
+                close(*(np.delete(v[n][0], slice(20, 40), 0) for v in (got, want)))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "part", "sms", "reverse"),
+    [
+        (6, 4, 8, True),
+        pytest.param(5, 2, 1, False, marks=exhaustive),
+        pytest.param(7, 4, 4, False, marks=exhaustive),
+        pytest.param(7, 4, 4, True, marks=exhaustive),
+    ],
+)
+def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypatch):
+    """`part_starts` gives the recurrence's states, from one finer part or several, one short."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    bf16 = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    tokens = bf16(keys[0], (1, chunks * tiles.CHUNK, 2, 64))
+    weights = bf16(keys[1], (1, chunks * tiles.CHUNK, 1, 64))
+    decays = -jax.random.uniform(keys[2], (1, 2, chunks, tiles.CHUNK)).cumsum(-1) / tiles.CHUNK
+    steps = jnp.stack([decays, jnp.ones_like(decays)], axis=3)
+    initial = jax.random.normal(keys[3], (1, 2, 64, 64))
+
+    own = decays if reverse else decays[..., -1:] - decays
+    own = own.reshape(1, 2, chunks * tiles.CHUNK).swapaxes(1, 2)[..., None]
+    own = (jnp.exp2(own) * tokens).astype(jnp.bfloat16)  # as the tensor cores take them
+    own = own.astype(jnp.float32).reshape(1, chunks, tiles.CHUNK, 2, 64)
+    own = jnp.einsum("bcthp,bctn->cbhpn", own, weights.reshape(1, chunks, tiles.CHUNK, 64))
+    state, want = initial, {}
+    for n in range(chunks)[:: -1 if reverse else 1]:
+        ends = n in (chunks - 1, n // part * part + part - 1)
+        if ends if reverse else n % part == 0:
+            want[n // part] = state
+        state = jnp.exp2(decays[:, :, n, -1])[..., None, None] * state + own[n]
+
+    monkeypatch.setattr(tiles, "num_sms", lambda: sms)
+    sizes = tiles.SsdTile(1, 2, 1, 64, 64, chunks, warpgroups=2, part_chunks=part)
+    with target.interpreter():
+        starts = forward.part_starts(sizes, reverse, tokens, weights, steps, initial)
+    want = jnp.stack([want[n] for n in range(sizes.parts)], axis=1)
+    np.testing.assert_allclose(starts, want, atol=2**-12 * float(jnp.abs(want).max()))
+
+
+@pytest.mark.compiled
+def test_ssd_kernels_end_in_zeros():
+    """Gradients have the bits without a final state that they have with zeros for its gradient."""
+    arrays = HALF(8, 1030, 32, 64, 128)
+    dout, dfinal = cotangents(arrays)
+    run = lambda final: check.program(scan, implementation="mosaic", return_final_state=final)
+    out, grads = run(False)(arrays, dout)
+    (want_out, _), want = run(True)(arrays, (dout, jnp.zeros_like(dfinal)))
+    jax.tree.map(np.testing.assert_array_equal, (out, grads), (want_out, want))
+
+
+@pytest.mark.compiled
+@pytest.mark.large
+def test_ssd_kernels_beyond_int32():
+    """More than 2³¹ elements of x, and of its states: the last rows are right."""
+    batch = (1 << 12) + 3
+    few = HALF(2, 128, 64, 64, 128)
+    tile = lambda v: jnp.tile(v, ((batch + 1) // 2, *(1,) * (v.ndim - 1)))[:batch]
+    x, dt, A, B, C, *_ = few
+    arrays = tile(x), tile(dt), A / 8, tile(B), tile(C)
+    last = tuple(v[-2:] if v.ndim > 1 else v for v in arrays)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(implementation, x, *others):
+        ssd = functools.partial(jaxkern.ssd, dt_softplus=True, implementation=implementation)
+        out, vjp = jax.vjp(lambda x: ssd(x, *others), x)
+        return out, vjp(out)[0]
+
+    got = [v[-2:] for v in run("mosaic", *arrays)]
+    check.assert_close(got, run("mosaic", *last), 2.0**-9)
+    check.assert_close(got, run("xla", *last), 2.0**-8)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "options", "reason"),
+    [
+        (inputs_and_state(*ONE_STEP), {}, "x is float32, and the kernels take bfloat16"),
+        (
+            HALF(*ONE_STEP[:3], 15, 16),
+            {},
+            "x has 15 channels a head, and the kernels take 16 or more",
+        ),
+        (HALF(*ONE_STEP[:4], 257), {}, "B has 257 states, and the kernels take at most 256"),
+        (
+            (*HALF(*ONE_STEP)[:-1], None),
+            {"segment_ids": packed_ids(1, 70), "num_segments": 3},
+            "it has num_segments, and the kernels keep one state of a row",
+        ),
+    ],
+)
+def test_ssd_kernels_refuse(arrays, options, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        scan(*arrays, implementation="mosaic", **options)
+
+
+@exhaustive
+@pytest.mark.parametrize("isolate_nan", [True, False])
+def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
+    """The host waits for the condition of a loop, once a pass."""
+    options = {"segment_ids": packed_ids(1, 70), "isolate_nan": isolate_nan}
+    loss = lambda *arrays: jnp.sum(scan(*arrays, implementation="mosaic", **options))
+    text = check.lowered(jax.value_and_grad(loss), *HALF(*ONE_STEP))
+    assert "mosaic_gpu" in text
+    assert ("stablehlo.while" in text) == isolate_nan
+
+
+@pytest.mark.parametrize("gpu", ["b200", "a100"])
+def test_ssd_kernels_are_hoppers(gpu):
+    with (
+        jaxkern.lowering_for(gpu),
+        pytest.raises(NotImplementedError, match="multiply by wgmma, which Hopper alone has"),
+    ):
+        check.lowered(functools.partial(scan, implementation="mosaic"), *HALF(*ONE_STEP))
+
+
+def test_ssd_kernels_run_where_they_take_the_call():
+    """What they leave is plain JAX's."""
+    for make, taken in (HALF, True), (inputs_and_state, False):
+        text = check.lowered(functools.partial(scan, implementation=None), *make(*ONE_STEP))
+        assert bool(check.kernel_calls(text)) == taken
+
+
+def scan_of_both_results(*arrays, implementation="xla"):
+    """In bf16, with results and gradients in fp32, so small that no sine of them turns round."""
+    x, dt, A, B, C, D, dt_bias, state = arrays
+    x, B, C = (v.astype(jnp.bfloat16) for v in (x, B, C))
+    out, final = scan(
+        *(x, dt, A, B, C, D, None, dt_bias, state),
+        implementation=implementation,
+        return_final_state=True,
+    )
+    return (out.astype(jnp.float32) + jnp.sum(final, axis=-1)[:, None]) / 32
+
+
+def without_gate(key):
+    arrays = inputs_and_state(4, 3, 4, 64, 16)
+    return arrays[:6] + arrays[7:]
+
+
+test_ssd_kernels_transformations = check.transformations(
+    check.Op(
+        name="ssd, kernels",
+        call=scan_of_both_results,
+        reference=scan_of_both_results,
+        arrays=without_gate,
+        kernels=("ssd_fwd", "ssd_bwd"),
+        axes="blhp blh h blgn blgn h h bhpn -> blhp",
+        slow=[("kernels lowered", "mosaic")],
+        features="h",
+        channels="h",
+        all_reduces=1,
+        vmaps=[(0,) + (None,) * 7, (None, None, 0, None, 1, 0, None, 0)],
+        tolerance=2.0**-6,  # of what kernels round to 16 bits, where terms of A's gradient cancel
+        cells=[
+            (name, check.ALONE.get(name, "mosaic"))
+            for name in check.TRANSFORMATIONS
+            # Those with gradients show three of them, and by default plain JAX is exported.
+            if name not in ("value", "vmap", "vmap(vmap)", "export")
+            # The interpreter takes 10 s for a gradient, and other tests show what this is.
+            and (check.ON_GPU or name not in ("grad", "grad(grad)", "vmap(grad)"))
+        ],
+    )
+)

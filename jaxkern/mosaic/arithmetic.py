@@ -143,7 +143,7 @@ LOG2E = 1.4426950408889634
 def sigmoid(v: jax.Array, exact: bool, layout: Any = None) -> jax.Array:
     """1 / (1 + exp(−v)), to fp32 accuracy relative to the result, or with fast division.
 
-    `layout` is the layout of `v`, as for :func:`jaxkern.mosaic.instructions.fast_reciprocal`.
+    `layout` is the layout of `v`, as for :func:`fast_reciprocal`.
     """
     if not exact:
         return fast_reciprocal(1 + jnp.exp2(-LOG2E * v), layout=layout)
