@@ -45,27 +45,17 @@ def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
     return jaxkern.dropout(x, rate, jax.random.key(0), activation="gelu", **how)
 
 
-_ONE: dict[str, Any] = {
-    "op": "dropout",
-    "axes": "m d",
-    "split": "m d",
-    "arguments": (X,),
-    "run": _run("dropout"),
-    "drawn": True,
-}
-_TWO: dict[str, Any] = {
-    "op": "dropout_add",
-    "axes": "m d",
-    "split": "m d",
-    "arguments": (X, RESIDUAL),
-    "run": _run("dropout_add"),
-    "drawn": True,
-}
+def _drawn(op: str, arguments: tuple[Argument, ...], **rest: Any) -> Case:
+    how: Any = {"axes": "m d", "split": "m d", "run": _run(op), "drawn": True}
+    return Case(op=op, arguments=arguments, **how, **rest)
+
+
+_ONE, _TWO = ("dropout", (X,)), ("dropout_add", (X, RESIDUAL))
 _ERRORS = Errors((512, 4096), (16, 256))
 
 CASES = [
-    Case(
-        **_ONE,
+    _drawn(
+        *_ONE,
         options={"rate": peers.RATE},
         forward=Cost("2 m d"),
         backward=Cost("2 m d"),
@@ -76,8 +66,8 @@ CASES = [
         ],
         small=Shape((256, 1024), "float32"),
     ),
-    Case(
-        **_ONE,
+    _drawn(
+        *_ONE,
         variant="silu",
         options={"rate": peers.RATE, "activation": "silu"},
         forward=Cost("2 m d"),
@@ -85,8 +75,8 @@ CASES = [
         peers=peers.dropout("dropout, silu"),
         shapes=[Shape((16384, 8192))],
     ),
-    Case(
-        **_ONE,
+    _drawn(
+        *_ONE,
         options={"rate": EXACT_RATE, "seed": 11},
         expression=_dropped,
         errors=_ERRORS,
@@ -99,8 +89,8 @@ CASES = [
         run=_of_rate,
         strict=True,
     ),
-    Case(
-        **_TWO,
+    _drawn(
+        *_TWO,
         options={"rate": peers.RATE},
         forward=Cost("3 m d"),
         backward=Cost("2 m d"),
@@ -108,8 +98,8 @@ CASES = [
         shapes=[Shape((16384, 8192))],
         strict=True,
     ),
-    Case(
-        **_TWO,
+    _drawn(
+        *_TWO,
         options={"rate": EXACT_RATE, "seed": 11},
         expression=lambda x, residual: residual + _dropped(x),
         errors=_ERRORS,

@@ -80,6 +80,15 @@ def _trained(variant: str, **rest: Any) -> Case:
     )
 
 
+_LINEAR: dict[str, Any] = {
+    "op": "linear_cross_entropy",
+    "axes": "m k v",
+    "arguments": OF_LINEAR,
+    "forward": Cost("m k + k v", "8 m", "2 m k v"),
+}
+_ONCE, _TWICE = (Cost("2 m k + 2 k v", "12 m", f"{n} m k v") for n in (4, 6))
+"""The backward, where logits are computed in the forward alone, and where again."""
+
 CASES = [
     Case(
         op="cross_entropy",
@@ -95,41 +104,32 @@ CASES = [
         strict=True,
     ),
     Case(
-        op="linear_cross_entropy",
-        axes="m k v",
-        arguments=OF_LINEAR,
+        **_LINEAR,
         result="m",
         split="m k v",
         options=OPTIONS,
         expression=_linear,
-        forward=Cost("m k + k v", "8 m", "2 m k v"),
-        backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
+        backward=_ONCE,
         errors=Errors((512, 1024, 32000), (16, 128, 512)),
         strict=True,
     ),
     Case(
-        op="linear_cross_entropy",
+        **_LINEAR,
         variant="in parts",
-        axes="m k v",
-        arguments=OF_LINEAR,
         result="m",
         split="m v",
         options=OPTIONS | PARTS,
         expression=_linear,
-        forward=Cost("m k + k v", "8 m", "2 m k v"),
-        backward=Cost("2 m k + 2 k v", "12 m", "6 m k v"),
+        backward=_TWICE,
     ),
     Case(
-        op="linear_cross_entropy",
+        **_LINEAR,
         variant="in chunks",
-        axes="m k v",
-        arguments=OF_LINEAR,
         result="",
         split="m v",
         options=OPTIONS | {"reduction": "mean"} | CHUNKS,
         expression=lambda *arrays: _linear(*arrays).mean(),
-        forward=Cost("m k + k v", "8 m", "2 m k v"),
-        backward=Cost("2 m k + 2 k v", "12 m", "4 m k v"),
+        backward=_ONCE,
         errors=Errors((11264, 256, 32000), None),
     ),
     Case(
