@@ -80,7 +80,7 @@ DEFAULT = pytest.StashKey[list[str]]()
 _STARTED = pytest.StashKey[float]()
 """CPU seconds at the start of a test's phase."""
 
-_LONG = ("test_lm_model", "test_notebooks", "test_nn")
+_LONG = ("test_lm_model", "test_notebooks", "test_nn_blocks")
 """Files whose tests take longest on a GPU."""
 
 
