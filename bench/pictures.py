@@ -22,6 +22,15 @@ OVERVIEW = (
 )
 """The ops of README's picture, beside the fastest other library and plain JAX."""
 
+REMEMBERED = (
+    ("H200", "jaxkern"),
+    ("H200", "jaxkern-scan"),
+    ("H200", "mamba_ssm"),
+    ("H100", "jaxkern"),
+    ("H100", "jla"),
+)
+"""The training steps whose memory README's picture shows."""
+
 Passes = Mapping[str, Line]
 """The lines of an op at a shape, by pass."""
 
@@ -112,19 +121,33 @@ def speeds(results: Results) -> dict[str, dict[str, float]]:
 
 
 def overview(results: Results, out: Path) -> None:
-    """Writes the speeds as bars."""
+    """Writes the speeds as bars, and beside them the memory of the training step."""
     held = speeds(results)
-    figure, axis = pyplot().subplots(figsize=(7.5, 0.6 + 0.62 * len(held)))
+    size = 10.5, 1.2 + 0.62 * len(held)
+    figure, (axis, memory) = pyplot().subplots(1, 2, figsize=size, width_ratios=(3, 2))
+    colours = {}
     for i, name in enumerate(in_order({name for by in held.values() for name in by})):
-        label = name_of(name)
+        label, colours[name] = name_of(name), f"C{i}"
         for row, by in enumerate(held.values()):
             if name in (names := in_order(by)):
                 at = row + (names.index(name) - (len(names) - 1) / 2) * 0.8 / len(names)
-                axis.barh(at, by[name], 0.72 / len(names), color=f"C{i}", label=label)
+                axis.barh(at, by[name], 0.72 / len(names), color=colours[name], label=label)
                 axis.annotate(f" {by[name]:.2g}", (by[name], at), va="center")
                 label = None
     rows_of(axis, list(held))
-    axis.grid(visible=False)
     axis.set(xlim=(0, 1.12), xlabel="speed, jaxkern's being 1; one H200")
-    legend(axis)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
+    labels = []
+    for row, (gpu, name) in enumerate(REMEMBERED):
+        of = results.trainings(gpu)[MODEL][name]
+        labels.append(f"{name_of(name)}\n{of['tokens_per_second']:,} tokens/s, {gpu}")
+        colour = colours.get(name, colours[OURS])
+        memory.barh(row, of["peak_gib"], 0.6, color=colour)
+        memory.annotate(f" {of['peak_gib']:.1f}", (of["peak_gib"], row), va="center")
+    rows_of(memory, labels)
+    parameters = results.trainings()[MODEL]["jaxkern"]["parameters"] / 1e6
+    memory.set(xlabel=f"GiB of a training step, Mamba of {parameters:.0f} million")
+    memory.margins(x=0.15)
+    for each in (axis, memory):
+        each.grid(visible=False)
     save(figure, out)
