@@ -115,11 +115,10 @@ def test_wrong_arguments_are_named(name):
         text = lambda *arrays, i=i: case.call(*arrays[:i], "ones", *arrays[i + 1 :])
         with pytest.raises(TypeError, match=r"^\w+ must be an array, got str"):
             jax.eval_shape(text, *kinds)
-        of = "weight" if argument == "w" else argument
         fewer, longer = kind.shape[1:], (kind.shape[0] + 1, *kind.shape[1:])
-        for shape, named in ((fewer, of), (longer, r"\w+")) if argument != free else ():
+        for shape, named in ((fewer, argument), (longer, r"\w+")) if argument != free else ():
             wrong = (*kinds[:i], jax.ShapeDtypeStruct(shape, kind.dtype), *kinds[i + 1 :])
-            got = re.escape(str(shape)) if named == of else r"\("
+            got = re.escape(str(shape)) if named == argument else r"\("
             with pytest.raises(ValueError, match=rf"^{named} must have .*{OF_A_SHAPE}.*got {got}"):
                 jax.eval_shape(case.call, *wrong)
 

@@ -399,5 +399,8 @@ def _normed(
         return linear(normed, w, b, **of_linear, implementation=implementation)
 
     # ``jax.checkpoint`` takes nothing but arrays, and its errors do not name them.
-    checked = (None if a is None else check_floating(name, a) for name, a in arrays.items())
-    return jax.checkpoint(call)(*checked)
+    given = {n: None if a is None else check_floating(n, a) for n, a in arrays.items()}
+    given["x"], given["w"] = check_operands(given["x"], given["w"], "w")
+    columns = given["w"].shape[1:]
+    given["b"] = check_optional("b", given["b"], columns, "(N,), N the last axis of w")
+    return jax.checkpoint(call)(*given.values())
