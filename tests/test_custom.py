@@ -62,6 +62,7 @@ def of_guide(language):
         tolerance=1e-5,
         runs_again=False,
         once=True,
+        slow=[("kernels lowered", "mosaic")],
     )
 
 
@@ -175,10 +176,9 @@ def test_what_is_saved_goes_to_the_backward_alone():
     loss = lambda f: lambda x, w: jnp.sum(jnp.sin(f(x, w, eps=1e-2)))
     first = lambda *args, **options: rms(*args, **options)[0]
     want = jax.jit(jax.grad(loss(first), (0, 1)))(x, weight)
-    for op in (norm(), norm(**BY_HAND), norm(**BY_HAND, backward_kernel=rms_backward)):
+    for op in (norm(), norm(**BY_HAND, backward_kernel=rms_backward)):
         assert jax.eval_shape(op, x, weight).shape == x.shape
         check.assert_close(jax.jit(jax.grad(loss(op), (0, 1)))(x, weight), want)
-    check.assert_close(jax.jit(jax.jacfwd(loss(op), (0, 1)))(x, weight), want)
     with check.running("mosaic"):  # a kernel of plain JAX is interpreted as such
         kernels = functools.partial(op, implementation="mosaic")
         check.assert_close(jax.jit(jax.grad(loss(kernels), (0, 1)))(x, weight), want)
