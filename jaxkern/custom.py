@@ -72,8 +72,9 @@ def custom_op(
         examples, and ``strides``, how far apart they are in each array, 0 for one that all share;
         arrays that are not shared, and all results, have an axis of examples in front. ``None``
         has `reference` run under ``vmap``.
-      unfit: says of the types of one device's arrays, and the options, why the kernel cannot take
-        them; ``None`` where it can.
+      unfit: says of the types of one device's arguments, and the options, why the kernels cannot
+        take them; ``None`` where they can. It is asked for each pass; an argument that is absent,
+        or that the gradient does not take, is ``None``.
       name: of the op in errors, in lowered programs (``name_fwd``, ``name_bwd``) and for
         ``jax.checkpoint``; by default that of `reference`.
 
@@ -107,13 +108,15 @@ def custom_op(
     if vmap not in VMAPS:
         raise ValueError(f'vmap must be "map", "strides" or None, got {vmap!r}')
     name = name or reference.__name__
+    if not name.isidentifier():
+        raise ValueError(f"name must be one in Python, got {name!r}; give name=")
     ins, outs = _parsed(signature)
     hidden = frozenset(saved.replace(",", " ").split())
     if unknown := hidden - outs.keys():
         raise ValueError(f"saved names {', '.join(sorted(unknown))}, no result of {signature!r}")
     if hidden == outs.keys():
         raise ValueError(f"saved names every result of {signature!r}, and the op would give none")
-    of = _Pair(name, whole, vmap, None if unfit is None else _Asked(unfit))
+    of = _Pair(name, tuple(ins), whole, vmap, unfit)
     shown = tuple(each for each in outs if each not in hidden)
     plain = _Plain(reference, tuple(outs))
     forward = of.made("fwd", ins, outs, kernel, plain)
@@ -199,6 +202,9 @@ def _parsed(signature: str) -> tuple[Named, Named]:
             f"got {signature!r}"
         )
     ins, outs = ([(each[1], " ".join(each[2].split())) for each in side if each] for side in found)
+    for each, factors in ins + outs:
+        if len({*factors.split()}) != len(factors.split()):
+            raise ValueError(f"signature {signature!r} gives {each} a dimension twice")
     names = [each for each, _ in ins + outs]
     if twice := {each for each in names if names.count(each) > 1}:
         raise ValueError(f"signature {signature!r} names {', '.join(sorted(twice))} twice")
@@ -269,6 +275,7 @@ class _Pair:
     """Attributes that the two passes of an op have in common."""
 
     name: str
+    ins: tuple[str, ...]
     whole: str
     vmap: str | None
     unfit: Callable[..., str | None] | None
@@ -283,7 +290,7 @@ class _Pair:
             ins=tuple(ins.values()),
             outs=tuple(outs.values()),
             whole=self.whole,
-            unfit=self.unfit if suffix == "fwd" else None,
+            unfit=self.unfit and _Asked(self.unfit, self.ins, tuple(ins)),
             batched=self.vmap is not None,
         )
 
@@ -357,12 +364,15 @@ def _plain_gradient(
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """A user's `unfit`, as a pass calls it."""
+    """A user's `unfit`, as a pass asks it of those of the op's arguments that the pass takes."""
 
     function: Callable[..., Any]
+    ins: tuple[str, ...]
+    taken: tuple[str, ...]
 
     def __call__(self, options: _CustomOptions, *types: Any) -> str | None:
-        return self.function(*types, **dict(options.values))
+        named = dict(zip(self.taken, types, strict=True))
+        return self.function(*map(named.get, self.ins), **dict(options.values))
 
 
 @dataclasses.dataclass(frozen=True)

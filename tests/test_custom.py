@@ -69,6 +69,16 @@ def of_guide(language):
 test_custom_op_transformations = check.transformations(of_guide("pallas"))
 
 
+def test_what_the_kernels_cannot_take_is_plain_jax_in_both_passes():
+    op, arrays_of = guide("pallas").bias_gelu_mask, arrays(jax.random.key(0), (4, 300))
+    loss = lambda x, b, mask: jnp.sum(jnp.sin(op(x, b, mask)))
+    kernel_call.refused.clear()
+    lowered = jax.jit(jax.grad(loss, (0, 1))).trace(*arrays_of).lower(lowering_platforms=("cuda",))
+    assert not check.kernel_calls(lowered.as_text())
+    names = {"bias_gelu_mask_fwd", "bias_gelu_mask_bwd"}
+    assert kernel_call.refused == dict.fromkeys(names, "n is 300, no multiple of 256")
+
+
 @pytest.mark.compiled
 @pytest.mark.needs("jax_triton")
 @pytest.mark.parametrize("language", ["pallas", "triton"])
@@ -147,7 +157,7 @@ def test_a_triton_kernel_written_for_pytorch():
     check.assert_close(mapped, swiglu(a, b, factor=2.0), 2.0**-8)
 
 
-# What it is made of, in plain JAX beside "kernels" of plain JAX
+# Parts of an op, tested by "kernels" that are plain JAX
 
 
 def rms(x, weight, *, eps=1e-6):
@@ -217,6 +227,8 @@ def test_examples_are_strides_of_a_kernel():
         ({"signature": "x: n, y -> out: n"}, "signature must name arrays and their dimensions"),
         ({"signature": "x: n"}, "signature must name arrays"),
         ({"signature": "x: n -> x: n"}, "names x twice"),
+        ({"signature": "x: n n -> y: n"}, "gives x a dimension twice"),
+        ({"name": "<lambda>"}, "name must be one in Python"),
         ({"saved": "mean"}, "saved names mean, no result"),
         ({"saved": "out rstd"}, "saved names every result"),
         ({"backward": "x dout"}, "backward must be like"),
