@@ -174,7 +174,7 @@ def mamba_ssm_sizes(sizes: Any) -> Row:
 
 
 def jla_sizes(sizes: Any) -> Row:
-    """The same by the names of jax-linear-attention."""
+    """The sizes of a block by the names of jax-linear-attention."""
     names = {"d_conv": "conv_size", "headdim": "head_dim", "ngroups": "n_groups"}
     return {names.get(name, name): size for name, size in mamba_ssm_sizes(sizes).items()}
 
@@ -447,7 +447,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return program.measured(args, "lm", measure, jobs, clock, _told, limit=args.limit, **how)
 
 
-# What checkpoints cost
+# Time that checkpoints cost
 
 _REPORT = re.compile(r"step +(\d+)/\d+ · loss")
 

@@ -36,7 +36,7 @@ BOTH = pytest.mark.parametrize(
 WHOLE = pytest.mark.parametrize(
     "implementation", [pytest.param("mosaic", marks=pytest.mark.compiled), "xla"]
 )
-"""What takes the interpreter too long."""
+"""Sizes that take the interpreter too long: kernels compiled, and plain JAX."""
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
 
 

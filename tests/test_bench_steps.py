@@ -105,7 +105,7 @@ def test_a_failing_contender_leaves_its_reason():
     assert told[TRAINED,] == "not done within 0 s"
 
 
-# What checkpoints cost
+# Time that checkpoints cost
 
 
 def test_checkpoints_are_beside_none(monkeypatch, tmp_path):

@@ -325,7 +325,7 @@ MEMORY = {  # rows, dtype, memory, and the most that is taken, in logits in the 
 
 @check.combinations("of", MEMORY, few=3)
 def test_memory(of):
-    """What a program takes beside arguments and results.
+    """Measures what a program takes beside arguments and results.
 
     A CPU multiplies in float32, and sums need some: less than 6 times the logits of a part, and
     little more than those of a chunk and their gradient.
@@ -669,7 +669,7 @@ def test_inside_shard_map(check_vma):
     ],
 )
 def test_what_is_in_chunks(change, rows):
-    """Where one number is the cotangent of all losses, and six chunks or fewer have 512 rows."""
+    """Chunks need one cotangent for all losses, and no more than six of at least 512 rows."""
     change = {"memory": memory_for(520), "dtype": "float32", "rows": ROWS, **change}
     x, weight, bias, labels = inputs(change.pop("rows"), K, CLASSES, change.pop("dtype"))
     weight = weight.astype(change.pop("weight", weight.dtype))

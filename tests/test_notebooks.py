@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 BY_DEFAULT = ("02", "05")
-"""Those that compile little; the exhaustive suite runs the others."""
+"""Notebooks that compile little; the exhaustive suite runs the others."""
 LARGE = ("03", "09", "10", "12")
-"""Those that need much of a GPU's memory."""
+"""Notebooks that need much of a GPU's memory."""
 
 
 def cells(path, kind):

@@ -240,7 +240,7 @@ SIZES = {
     "130m": (selective_scan, (64, 1536, 16), {}),
 }
 LARGE = ("mamba2-130m", "most states", "130m")
-"""What takes the interpreter too long."""
+"""Cases that take the interpreter too long."""
 
 COMPILED, EXHAUSTIVE = pytest.mark.compiled, [pytest.mark.exhaustive]
 DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("D",), ("z", "dt_bias"))

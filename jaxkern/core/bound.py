@@ -169,6 +169,8 @@ def _users_source(function: FunctionType) -> str:
     file = inspect.getsourcefile(function)
     if "<" in function.__qualname__ or file is None or not Path(file).is_file():
         return f"{_PROCESS} {_numbers.setdefault(function, next(_number))}"
+    if not _is_users(Path(file)):
+        return _installed()
     files = {Path(file)}
     for module in list(sys.modules.values()):
         if isinstance(name := getattr(module, "__file__", None), str) and name.endswith(".py"):
