@@ -9,6 +9,7 @@ the program needs beside its arguments and results; `kernels` tells how often a 
 For PyTorch's the first two of these are 0, and the third, by its allocator, but for ``"both"``.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -21,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxkern
 from bench import peers, processes, program, steps, timing
 from bench.cases import MODELS
 from bench.cases.optim import Step
@@ -28,9 +30,12 @@ from bench.cases.peers import Arranged
 from bench.figures import write_csv
 from bench.measured import Case, bytes_of, cases, floating
 from bench.program import Row
+from jaxkern.core import target
 
-IMPLEMENTATIONS = ("mosaic", "xla", "auto")
-"""Implementations of jaxkern; ``"auto"`` is what ``None`` picks."""
+WITHOUT_TMA = "without-tma"
+"""The kernels of GPUs that have neither TMA nor wgmma, on one that has them."""
+IMPLEMENTATIONS = {"mosaic": "mosaic", "xla": "xla", "auto": None, WITHOUT_TMA: "mosaic"}
+"""Implementations of jaxkern, by the argument of the op."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +76,10 @@ def measure_case(
     case: Case, implementation: str, ceilings: timing.Ceilings, calls: int
 ) -> list[Row]:
     """The forward, the backward from what the forward saves, and both in one program."""
-    how: Any = None if implementation == "auto" else implementation
-    of = Arranged(functools.partial(case.call, implementation=how))
-    if implementation not in IMPLEMENTATIONS:
+    if implementation in IMPLEMENTATIONS:
+        how: Any = IMPLEMENTATIONS[implementation]
+        of = Arranged(functools.partial(case.call, implementation=how))
+    else:
         of = peers.arranged(case, implementation)
 
     def save(arrays: Any) -> Any:
@@ -95,7 +101,7 @@ def measure_case(
     keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
     of_both = of_save = of_backward = None
-    with processes.compiling():
+    with processes.compiling(), _lowering(implementation):
         of_call, of_plain = _Program(of.call, *shapes), _Program(case.plain, *given).run
         make, cotangent = _Program(case.arrays, key).run, _Program(normal, key).run
         if case.differentiated:
@@ -121,6 +127,13 @@ def measure_case(
             del sets, with_dout
             rows.append(of_backward.row(row, "backward", saved, calls))
     return rows
+
+
+def _lowering(implementation: str) -> contextlib.AbstractContextManager[Any]:
+    gpu = target.of_process()
+    if implementation != WITHOUT_TMA or gpu is None:
+        return contextlib.nullcontext()
+    return jaxkern.lowering_for(dataclasses.replace(gpu, tma=False))
 
 
 def measure(job: Job) -> list[Row]:
@@ -210,7 +223,8 @@ def main(argv: list[str] | None = None) -> int:
         model=([str], "only shapes of this model's ops", *MODELS),
         vs=(
             ",".join(["xla", *peers.installed()]),
-            "whom to time beside mosaic, comma-separated: xla and peers that are installed",
+            "whom to time beside mosaic, comma-separated: xla, peers that are installed, "
+            f"{WITHOUT_TMA}: kernels of older GPUs on this one",
         ),
         calls=(30, "timed calls a measurement"),
         jobs=(1, "processes that compile, and time in turn; compile times are of no use then"),

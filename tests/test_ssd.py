@@ -1,5 +1,7 @@
 """ssd: its accuracy, where NaN goes, absent arguments, its kernels, the matrix."""
 
+import contextlib
+import dataclasses
 import functools
 import types
 
@@ -393,28 +395,50 @@ COMPILED = {
 }
 
 
+def without_wgmma():
+    """A context in which the kernels are those of GPUs that have no wgmma."""
+    if check.ON_GPU:  # as there is, but for its TMA
+        return jaxkern.lowering_for(dataclasses.replace(target.of_process(), tma=False))
+    return target.fitting_to(target.GPUS["a100"])
+
+
+PRODUCTS = pytest.mark.parametrize(
+    "products", [contextlib.nullcontext, without_wgmma], ids=["wgmma", "mma"]
+)
+
+
 @pytest.mark.gpu
+@PRODUCTS
 @pytest.mark.parametrize(
     ("size", "groups", "options"),
     [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
 )
-def test_ssd_kernels_accuracy(size, groups, options):
+def test_ssd_kernels_accuracy(size, groups, options, products):
     """With everything: a gate, D of heads or, of several groups, of channels, both states.
 
     With rates at which some heads remember their first token to the end.
     """
     arrays = HALF(*size, groups=groups, of_channels=groups > 1)
-    check_case(with_rates(min(1, 16 / size[1]), arrays), "mosaic", **options)
+    with products():
+        check_case(with_rates(min(1, 16 / size[1]), arrays), "mosaic", **options)
+
+
+def test_ssd_kernels_without_wgmma():
+    """Two parts of the sequence, the second with less than a step."""
+    with without_wgmma():
+        check_case(HALF(1, 130, 2, 16, 16), "mosaic")
 
 
 @pytest.mark.compiled
-def test_ssd_kernels_forget_and_grow():
+@PRODUCTS
+def test_ssd_kernels_forget_and_grow(products):
     """Decays of exactly 0 amid others, and a rate above 0."""
     x, dt, A, *rest = HALF(2, 300, 4, 64, 64)
     A = A.at[0].set(-1e6).at[1].set(-1e30).at[2].set(0.01)
     dt = dt.at[0, 4].set(80.0)
-    check_case((x, dt, A, *rest), "mosaic")
+    with products():
+        check_case((x, dt, A, *rest), "mosaic")
 
 
 @pytest.mark.gpu
@@ -555,15 +579,6 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
     text = check.lowered(jax.value_and_grad(loss), *HALF(*ONE_STEP))
     assert "mosaic_gpu" in text
     assert ("stablehlo.while" in text) == isolate_nan
-
-
-@pytest.mark.parametrize("gpu", ["b200", "a100"])
-def test_ssd_kernels_are_hoppers(gpu):
-    with (
-        jaxkern.lowering_for(gpu),
-        pytest.raises(NotImplementedError, match="multiply by wgmma, which Hopper alone has"),
-    ):
-        check.lowered(functools.partial(scan, implementation="mosaic"), *HALF(*ONE_STEP))
 
 
 def test_ssd_kernels_run_where_they_take_the_call():

@@ -21,6 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 from jaxkern.core import target
+from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, i32, inline_mlir, ptx
@@ -100,6 +101,8 @@ def start_copy(source: Any, into: Any, barrier: Any) -> None:
     """
     if barrier is not None:
         plgpu.copy_gmem_to_smem(source, into, barrier)
+    elif interpreted():
+        into[...] = source[...]
     else:
         inline_mlir(REF, REF)(_copy_by_lanes)(source, into)
 
@@ -109,7 +112,7 @@ def close_copies(by_lanes: bool = False) -> None:
 
     Here as below, `by_lanes` says that lanes copy, which they do anyway where there is no TMA.
     """
-    if by_lanes or not tma():
+    if (by_lanes or not tma()) and not interpreted():
         ptx("cp.async.commit_group;")
 
 
@@ -117,7 +120,7 @@ def wait_for_copy(barrier: Any, later: int) -> None:
     """Waits for the copy at `barrier` or, where lanes copy, for all groups but `later` of them."""
     if barrier is not None:
         plgpu.barrier_wait(barrier)
-    else:
+    elif not interpreted():
         ptx(f"cp.async.wait_group {later};")
         sync_warpgroup()
 

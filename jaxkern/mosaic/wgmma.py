@@ -71,9 +71,12 @@ def start_fetch(source: Any, to: Any, full: Any, collective_axes: Any = None) ->
 
 
 def without_wgmma() -> str | None:
-    """Why the kernels cannot run on the GPU that is lowered for, if that is no Hopper."""
+    """Why the kernels cannot run on the GPU that is lowered for, if that is no Hopper.
+
+    A Hopper GPU without its TMA stands for older ones, on whose kernels it then runs.
+    """
     gpu = target.current()
-    if gpu is None or gpu.capability == (9, 0):
+    if gpu is None or (gpu.capability == (9, 0) and gpu.tma):
         return None
     return f"its kernels multiply by wgmma, which Hopper alone has, and this is for {gpu}"
 

@@ -66,6 +66,7 @@ from jaxkern.mosaic.wgmma import (
     to_fp32,
     with_accumulators,
 )
+from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.forward import launch_carry, launch_fwd, part_starts
 from jaxkern.ops.ssd.inputs import (
     HEADS,
@@ -78,6 +79,7 @@ from jaxkern.ops.ssd.inputs import (
     cut_decays,
     joined,
     of_range,
+    plain_step_grads,
     state_ranges,
     sum_of,
     unless_finite,
@@ -95,6 +97,7 @@ from jaxkern.ops.ssd.tiles import (
     WARPGROUP,
     SsdBackwardTile,
     SsdTile,
+    by_mma,
     locate,
 )
 
@@ -625,26 +628,31 @@ def _launch_range(
     """The gradients of all arguments except z, for the states of one launch."""
     arrays = KernelInputs(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
-    scan = arrays.scan(CHUNK).cut(SAVING_WARPGROUPS)
+    scan = arrays.scan(CHUNK).cut(1 if by_mma() else SAVING_WARPGROUPS)
     before = _states(options, arrays, scan, arrays.whole_states(states))
     ends = part_starts(scan, True, dy, arrays.C, arrays.steps, arrays.whole_states(dfinal))
-    after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
-    grads = launch_grads(SsdBackwardTile.of(scan), arrays, dy, before, after)
-
-    sums, parts = (_of_heads(scan, grads[name]) for name in ("sums", "parts"))
-    da, ds, dD = chunk_sum_grads(sums, parts)
+    if by_mma():
+        grads = mma.launch_grads(scan, arrays, dy, before, ends)
+        dB, dC, dinitial, dD = (grads[name] for name in ("dB", "dC", "dinitial", "dD"))
+        of_heads = (_of_heads(scan, grads[name]) for name in ("dc", "ds", "last"))
+        da, ds = plain_step_grads(*of_heads)
+    else:
+        after, dinitial = launch_carry(scan, True, dy, arrays.C, arrays.steps, ends)
+        dinitial = dinitial[:, 0]
+        grads = launch_grads(SsdBackwardTile.of(scan), arrays, dy, before, after)
+        sums, parts = (_of_heads(scan, grads[name]) for name in ("sums", "parts"))
+        da, ds, dD = chunk_sum_grads(sums, parts)
+        dD = None if dD is None else dD[..., : scan.heads].sum((0, 1))
+        splits = grads["dB"], grads["dC"]  # each (splits, B, L, G, N)
+        dB, dC = (v[0] if len(v) == 1 else v.sum(0) for v in splits)
     ds, da = map(arrays.cut_steps, (ds, da))
-    splits = grads["dB"], grads["dC"]  # each (splits, B, L, G, N)
-    dB, dC = (v[0] if len(v) == 1 else v.sum(0) for v in splits)
     dB, dC = (v[:, : arrays.length, :, : arrays.states] for v in (dB, dC))
     if D is not None:
-        if dD is not None:
-            dD = dD[..., : scan.heads].sum((0, 1))
-        else:  # of channels
+        if dD is None:  # of channels
             dD = jnp.einsum("blhp,blhp->hp", arrays.x, dy, preferred_element_type=jnp.float32)
             dD = dD[:, : arrays.channels]
         dD = dD.reshape(D.shape)
-    dx, dinitial = arrays.cut_tokens(grads["dx"]), arrays.cut_states(dinitial[:, 0])
+    dx, dinitial = arrays.cut_tokens(grads["dx"]), arrays.cut_states(dinitial)
     return dx, ds, da, dB, dC, dD, dinitial
 
 

@@ -49,6 +49,7 @@ from jaxkern.mosaic.wgmma import (
     with_accumulators,
 )
 from jaxkern.ops.sections import state_after_all
+from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.inputs import (
     KernelInputs,
     added,
@@ -85,6 +86,7 @@ from jaxkern.ops.ssd.tiles import (
     SsdTile,
     SsdUnit,
     StepDecays,
+    by_mma,
     first_state,
     of_step,
 )
@@ -109,6 +111,8 @@ def launch_carry(
       The states that are saved, or ``None``, and the last one of each part in fp32. In reverse the
       zeros after the last chunk, where `starts` is ``None``, are not among several that are saved.
     """
+    if by_mma():
+        return mma.launch_carry(scan, reverse, tokens, weights, steps, starts)
     W, N, dtype = scan.warpgroups, scan.states, tokens.dtype
     stages = _stages(scan)
     scratch = {
@@ -153,7 +157,7 @@ def part_starts(
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
-    finer, subparts = scan.without_last(reverse).finer(CARRY_WARPGROUPS[0])
+    finer, subparts = scan.without_last(reverse).finer(1 if by_mma() else CARRY_WARPGROUPS[0])
     _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
     decay = _part_decays(finer, steps)[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
@@ -212,7 +216,7 @@ def _of_device(
     for n in state_ranges(weights.shape[-1]):
         own = of_range(weights, n)
         arrays = KernelInputs(tokens, dt, cut, own, own, None, None, None)
-        scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
+        scan = arrays.scan(None).cut(*((1,) if by_mma() else CARRY_WARPGROUPS))
         _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
         found.append(arrays.cut_states(ends))
     ends = jnp.moveaxis(joined(found), 1, 0)  # (parts, B, G, R, P, N)
@@ -402,27 +406,37 @@ def _launch_range(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> t
     """Launches the forward for the states of one launch."""
     every = options.checkpoint_every if options.save else None
     arrays = KernelInputs(x, dt, a, B, C, D, z, initial_state)
-    scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
+    scan = arrays.scan(every).cut(1 if by_mma() else FORWARD_WARPGROUPS)
     scan = scan if z is None else scan.with_gate()
-    starts = part_starts(scan, False, arrays.x, arrays.B, arrays.steps, arrays.initial)
-    results = launch_named(
+    ins = {
+        "x": arrays.x,
+        "steps": arrays.steps,
+        "B": arrays.B,
+        "C": arrays.C,
+        "D": arrays.D,
+        "z": arrays.z,
+        "initial": part_starts(scan, False, arrays.x, arrays.B, arrays.steps, arrays.initial),
+    }
+    outs = {
+        "out": jax.ShapeDtypeStruct(arrays.x.shape, x.dtype),
+        "final": arrays.states_like(scan.parts, jnp.float32),
+        "states": arrays.states_like(scan.saved, x.dtype) if scan.every else None,
+        "y": arrays.x if saves_y(options, z) else None,
+    }
+    results = (mma.launch_fwd if by_mma() else _launch_kernel)(scan, ins, outs)
+    final = arrays.cut_states(results["final"][:, -1])
+    out, y = (arrays.cut_tokens(results[name]) for name in ("out", "y"))
+    states = arrays.cut_states(results["states"])
+    return (out, final if options.final else None, states, y), final
+
+
+def _launch_kernel(scan: SsdTile, ins: dict[str, Any], outs: dict[str, Any]) -> dict[str, Any]:
+    gated, saves_y = ins["z"] is not None, outs["y"] is not None
+    return launch_named(
         functools.partial(_kernel, scan),
-        {
-            "x": arrays.x,
-            "steps": arrays.steps,
-            "B": arrays.B,
-            "C": arrays.C,
-            "D": arrays.D,
-            "z": arrays.z,
-            "initial": starts,
-        },
-        {
-            "out": jax.ShapeDtypeStruct(arrays.x.shape, x.dtype),
-            "final": arrays.states_like(scan.parts, jnp.float32),
-            "states": arrays.states_like(scan.saved, x.dtype) if scan.every else None,
-            "y": arrays.x if saves_y(options, z) else None,
-        },
-        _scratch(scan, x.dtype, gated=z is not None, saves_y=saves_y(options, z)),
+        ins,
+        outs,
+        _scratch(scan, ins["x"].dtype, gated=gated, saves_y=saves_y),
         grid=(scan.grid,),
         grid_names=(BLOCK,),
         num_threads=scan.warpgroups + SCORES_WARPGROUPS,
@@ -430,10 +444,6 @@ def _launch_range(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> t
         kernel_name="ssd_fwd",
         approx_math=True,
     )
-    final = arrays.cut_states(results["final"][:, -1])
-    out, y = (arrays.cut_tokens(results[name]) for name in ("out", "y"))
-    states = arrays.cut_states(results["states"])
-    return (out, final if options.final else None, states, y), final
 
 
 def _scratch(scan: SsdTile, dtype: Any, *, gated: bool, saves_y: bool) -> dict[str, Any]:

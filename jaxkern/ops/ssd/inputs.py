@@ -37,6 +37,7 @@ from jaxkern.ops.ssd.tiles import (
     TILE_ROWS,
     WARPGROUP,
     SsdTile,
+    by_mma,
 )
 
 HEADS = 8
@@ -63,6 +64,11 @@ def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
     """
     batch, length, heads = a.shape
     chunks = -(-length // CHUNK)
+    if by_mma():
+        steps = jnp.stack([a * LOG2E, dt], axis=-1)
+        steps = _pad(steps, 1, chunks * CHUNK).reshape(batch, chunks, CHUNK, heads, 2)
+        steps = steps.transpose(0, 3, 1, 4, 2)
+        return steps.at[..., 0, :].set(jnp.cumsum(steps[..., 0, :], axis=-1))
     lanes = _Lanes.of(heads)
     return _launch(
         "ssd_steps",
@@ -114,6 +120,19 @@ def chunk_sum_grads(
         batch * chunks * (heads // lanes.heads),
     )
     return grads["da"], grads["ddt"], grads["dD"]
+
+
+def plain_step_grads(dc: jax.Array, ds: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """da and ds, (B, L, H) with L in whole steps, in plain JAX.
+
+    Args:
+      dc: (B, H, steps, STEP), gradients of the sums of log-decays, in units of a, of each step.
+      ds: those of step sizes.
+      last: (B, H, steps), what each token of a step gains beside.
+    """
+    da = jnp.cumsum(dc[..., ::-1], axis=-1)[..., ::-1] + last[..., None]
+    by_token = lambda v: v.transpose(0, 2, 3, 1).reshape(v.shape[0], -1, v.shape[1])
+    return by_token(da), by_token(ds)
 
 
 def _launch(
@@ -309,7 +328,10 @@ class KernelInputs:
         """Pads L to whole rows of tiles, and to a chunk if it is a step or less.
 
         Mosaic drops the index of an axis with a single box of a copy, which then is not clipped.
+        Lanes copy whole chunks.
         """
+        if by_mma():
+            return _pad(v, 1, self.chunks * CHUNK)
         return _pad(
             v, 1, CHUNK if self.length <= STEP else -(-self.length // TILE_ROWS) * TILE_ROWS
         )

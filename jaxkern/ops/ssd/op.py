@@ -166,8 +166,9 @@ def ssd(
         after each pass to know of any: in vain for a mean loss, which one NaN makes NaN anyway.
       checkpoint_every: how many tokens apart states are saved for the backward, a multiple of 128,
         or ``None`` for none at all, where the backward runs the forward again.
-      implementation: ``"mosaic"`` for the Pallas GPU kernels, which run on Hopper GPUs and take
-        `x`, `B`, `C` and `z` in bfloat16, P of 16 or more, N up to 256 and no `num_segments`;
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, which take `x`, `B`, `C` and `z` in
+        bfloat16, P of 16 or more, N up to 256 and no `num_segments`: on Hopper GPUs those of
+        wgmma, on others those of mma.sync;
         ``"xla"`` for plain JAX; ``None`` for the kernels where they take the call, else for plain
         JAX with a backward of its own.
 

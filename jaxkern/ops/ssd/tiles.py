@@ -190,8 +190,13 @@ def unsupported(x: Any, B: Any, C: Any, z: Any, num_segments: int | None) -> str
 
 
 def unfit_for_gpu(options: Any, x: Any, B: Any, C: Any, z: Any = None) -> str | None:
-    """Why the kernels cannot run on the GPU that a pass is lowered for, or cannot take it."""
-    return without_wgmma() or unsupported(x, B, C, z, options.num_segments)
+    """Why the kernels cannot take a pass."""
+    return unsupported(x, B, C, z, options.num_segments)
+
+
+def by_mma() -> bool:
+    """Whether the kernels multiply by mma.sync: where there is no wgmma."""
+    return without_wgmma() is not None
 
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
