@@ -16,8 +16,9 @@ enter, N[t] = β[t] (v[t] − k[t]ᵀ S'[t]), solve a triangular system:
     o      = scale · ((exp(G) ∘ q) S + M N)                         (Q, V)
     S      ← exp(G[Q−1]) ∘ S + (exp(G[Q−1] − G) ∘ k)ᵀ N             (K, V)
 
-The inverse is found by doubling, from blocks on the diagonal (`unit_lower_inverse`), not as a sum
-of powers of A: with keys that are nearly parallel these grow beyond fp32's digits and cancel.
+The system is solved by substitution of blocks of 16 tokens, whose blocks on the diagonal are
+inverted by doubling (`unit_lower_inverse`), not by powers of A: with keys that are nearly parallel
+these grow beyond fp32's digits and cancel.
 
 Every exponent is a sum over the tokens in between, ≤ 0 where g ≤ 0, and computed as such: nothing
 overflows, and one token that forgets everything costs the others no digits. With one decay for a
@@ -26,8 +27,7 @@ product: blocks of 16 tokens have all 16² · K exponentials; between two blocks
 start of its block, and j up to there. With segments A, M and what is read of S are zero between
 tokens, and states, of different segments.
 
-The backward is the derivative that JAX takes of a chunk, from the last chunk to the first; dA is
-−(I + A)⁻ᵀ d(I + A)⁻¹ (I + A)⁻ᵀ.
+The backward is the derivative that JAX takes of a chunk, from the last chunk to the first.
 
 Saved for the backward: the arguments, and the state before every 256th token in fp32, K·V / 256
 numbers a token and head.
@@ -107,9 +107,10 @@ def gated_delta_rule(
     It is the recurrence itself, at any decay from 0 on: nothing is left out because it decayed, and
     no exponent is above 0 where `g` is not. A token multiplies the state by I − β k ⊗ k, whose
     eigenvalues are 1 and :math:`1 - \beta \lVert k \rVert^2`: with keys of length 1 (`qk_l2norm`)
-    and β from 0 to 2 none is beyond 1, and errors stay those of fp32's roundings, of parallel keys
-    too. Where :math:`\beta \lVert k \rVert^2` is above 2, the state and its errors may grow with
-    every token.
+    and β from 0 to 2 none is beyond 1, and nothing grows. Errors are then those of the recurrence
+    token by token in fp32, with parallel keys too; up to three times those where β is near 2, keys
+    are nearly parallel and nothing decays, where they add up over all tokens either way. Where
+    :math:`\beta \lVert k \rVert^2` is above 2, the state and its errors may grow with every token.
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every 256th token are kept.

@@ -30,8 +30,9 @@ SAVED_EVERY = 256
 """Tokens from one state that is kept for the backward to the next. A state is K·V fp32: at K = V =
 128 256 bytes a token and head, where q, k and v in bf16 have 768."""
 
-ANCHORED = 16
-"""Tokens that share an anchor where every channel of a key has a decay of its own."""
+BLOCK = 16
+"""Tokens of a block of a chunk, whose part of the triangular system is inverted. Where channels of a
+key have decays of their own, they share an anchor, too."""
 
 NORM_EPS = 1e-6
 """The number beside the square of a norm, as in fla and in transformers' Qwen3-Next."""
@@ -126,7 +127,7 @@ class Tokens(NamedTuple):
             return read if first is None else jnp.where(first, read, 0)
 
         coupling = jnp.where(times[:, None] > times, beta * pairs(k), 0)
-        new = product("bgrij,bgrjv->bgriv", unit_lower_inverse(coupling), beta * (v - read(k)))
+        new = solve(product, coupling, beta * (v - read(k)))
         out = read(q) + product("bgrij,bgrjv->bgriv", pairs(q), new)
         kept = h if first is None else jnp.where(first[..., -1:, :], h, 0)
         h = jnp.swapaxes(from_start[..., -1:, :], -1, -2) * kept
@@ -184,17 +185,17 @@ def _pairs_of_channels(
     decayed from and to an anchor, the start of i's block: no exponent is above 0 where g is not.
     """
     size, batch = k.shape[-2], len(g)
-    count = -(-size // ANCHORED)
+    count = -(-size // BLOCK)
     rank = jnp.zeros((batch, size), jnp.int32) if rank is None else rank
-    widths = (0, count * ANCHORED - size)
-    rank = jnp.pad(rank, ((0, 0), widths), mode="edge").reshape(batch, 1, 1, count, ANCHORED)
+    widths = (0, count * BLOCK - size)
+    rank = jnp.pad(rank, ((0, 0), widths), mode="edge").reshape(batch, 1, 1, count, BLOCK)
 
     def cut(v: jax.Array) -> jax.Array:
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 2) + [widths, (0, 0)])
-        return v.reshape(*v.shape[:-2], count, ANCHORED, v.shape[-1])
+        return v.reshape(*v.shape[:-2], count, BLOCK, v.shape[-1])
 
     g, k = cut(g), cut(k)
-    times, blocks = jnp.arange(ANCHORED), jnp.arange(count)
+    times, blocks = jnp.arange(BLOCK), jnp.arange(count)
     before = jnp.concatenate([rank[..., :1, -1], rank[..., :-1, -1]], -1)  # of the last block's end
     decay = lambda mask, sums: jnp.exp(jnp.where(mask[..., None], sums, -jnp.inf))
 
@@ -216,9 +217,32 @@ def _pairs_of_channels(
         inside = jnp.sum(x[..., :, None, :] * near * k[..., None, :, :], -1)  # (…, I, i, j)
         found = product("bgrIik,bgrIJjk->bgrIiJj", x * from_anchor, far)
         found = found + inside[..., None, :] * jnp.eye(count, dtype=x.dtype)[:, None, :, None]
-        return found.reshape(*found.shape[:3], *[count * ANCHORED] * 2)[..., :size, :size]
+        return found.reshape(*found.shape[:3], *[count * BLOCK] * 2)[..., :size, :size]
 
     return pairs
+
+
+def solve(product: Any, lower: jax.Array, rhs: jax.Array) -> jax.Array:
+    """(I + `lower`)⁻¹ `rhs`, (B, G, R, Q, V), by substitution of one block after the other.
+
+    `lower`, (B, G, R, Q, Q), is 0 on the diagonal and above. Its error is as small as that of a
+    substitution row by row: products with the whole inverse have one half as large again.
+    """
+    size = lower.shape[-1]
+    more = -size % BLOCK
+    lower = jnp.pad(lower, [(0, 0)] * 3 + [(0, more), (0, more)])
+    rhs = jnp.pad(rhs, [(0, 0)] * 3 + [(0, more), (0, 0)])
+    starts = range(0, size, BLOCK)
+    diagonal = jnp.stack([lower[..., s : s + BLOCK, s : s + BLOCK] for s in starts], axis=-3)
+    inverses = unit_lower_inverse(diagonal)
+    found = rhs[..., :0, :]
+    for n, s in enumerate(starts):
+        own = rhs[..., s : s + BLOCK, :]
+        if s:
+            own = own - product("bgrij,bgrjv->bgriv", lower[..., s : s + BLOCK, :s], found)
+        own = product("bgrij,bgrjv->bgriv", inverses[..., n, :, :], own)
+        found = jnp.concatenate([found, own], axis=-2)
+    return found[..., :size, :]
 
 
 @jax.custom_jvp
