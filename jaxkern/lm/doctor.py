@@ -82,8 +82,8 @@ CALLS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(("fused_adamw", "fused_adam", "fused_sgd", "scale_gradients"), (_W,)),
 }
-"""The arrays of each op in a layer of Mamba, Mamba-2 or Gated DeltaNet 130m: sizes, and dtype if not
-bfloat16."""
+"""The arrays of each op in a layer of Mamba, Mamba-2 or Gated DeltaNet 130m: sizes, and dtype if it
+is not bfloat16."""
 
 _RUNS: dict[str, Callable[..., Any]] = {
     **{name: _step(name) for name in ("fused_adamw", "fused_adam", "fused_sgd")},

@@ -31,8 +31,8 @@ SAVED_EVERY = 256
 128 256 bytes a token and head, where q, k and v in bf16 have 768."""
 
 BLOCK = 16
-"""Tokens of a block of a chunk, whose part of the triangular system is inverted. Where channels of a
-key have decays of their own, they share an anchor, too."""
+"""The most tokens of a block of a chunk, whose part of the triangular system is inverted. Where
+channels of a key have decays of their own, they share an anchor, too."""
 
 NORM_EPS = 1e-6
 """The number beside the square of a norm, as in fla and in transformers' Qwen3-Next."""
@@ -185,17 +185,18 @@ def _pairs_of_channels(
     decayed from and to an anchor, the start of i's block: no exponent is above 0 where g is not.
     """
     size, batch = k.shape[-2], len(g)
-    count = -(-size // BLOCK)
+    block = min(size, BLOCK)
+    count = -(-size // block)
     rank = jnp.zeros((batch, size), jnp.int32) if rank is None else rank
-    widths = (0, count * BLOCK - size)
-    rank = jnp.pad(rank, ((0, 0), widths), mode="edge").reshape(batch, 1, 1, count, BLOCK)
+    widths = (0, count * block - size)
+    rank = jnp.pad(rank, ((0, 0), widths), mode="edge").reshape(batch, 1, 1, count, block)
 
     def cut(v: jax.Array) -> jax.Array:
         v = jnp.pad(v, [(0, 0)] * (v.ndim - 2) + [widths, (0, 0)])
-        return v.reshape(*v.shape[:-2], count, BLOCK, v.shape[-1])
+        return v.reshape(*v.shape[:-2], count, block, v.shape[-1])
 
     g, k = cut(g), cut(k)
-    times, blocks = jnp.arange(BLOCK), jnp.arange(count)
+    times, blocks = jnp.arange(block), jnp.arange(count)
     before = jnp.concatenate([rank[..., :1, -1], rank[..., :-1, -1]], -1)  # of the last block's end
     decay = lambda mask, sums: jnp.exp(jnp.where(mask[..., None], sums, -jnp.inf))
 
@@ -217,7 +218,7 @@ def _pairs_of_channels(
         inside = jnp.sum(x[..., :, None, :] * near * k[..., None, :, :], -1)  # (…, I, i, j)
         found = product("bgrIik,bgrIJjk->bgrIiJj", x * from_anchor, far)
         found = found + inside[..., None, :] * jnp.eye(count, dtype=x.dtype)[:, None, :, None]
-        return found.reshape(*found.shape[:3], *[count * BLOCK] * 2)[..., :size, :size]
+        return found.reshape(*found.shape[:3], *[count * block] * 2)[..., :size, :size]
 
     return pairs
 
@@ -229,19 +230,21 @@ def solve(product: Any, lower: jax.Array, rhs: jax.Array) -> jax.Array:
     substitution row by row: products with the whole inverse have one half as large again.
     """
     size = lower.shape[-1]
-    more = -size % BLOCK
-    lower = jnp.pad(lower, [(0, 0)] * 3 + [(0, more), (0, more)])
-    rhs = jnp.pad(rhs, [(0, 0)] * 3 + [(0, more), (0, 0)])
-    starts = range(0, size, BLOCK)
-    diagonal = jnp.stack([lower[..., s : s + BLOCK, s : s + BLOCK] for s in starts], axis=-3)
-    inverses = unit_lower_inverse(diagonal)
-    found = rhs[..., :0, :]
-    for n, s in enumerate(starts):
-        own = rhs[..., s : s + BLOCK, :]
-        if s:
-            own = own - product("bgrij,bgrjv->bgriv", lower[..., s : s + BLOCK, :s], found)
+    block = min(size, BLOCK)
+    if more := -size % block:
+        lower = jnp.pad(lower, [(0, 0)] * 3 + [(0, more), (0, more)])
+        rhs = jnp.pad(rhs, [(0, 0)] * 3 + [(0, more), (0, 0)])
+    spans = [slice(start, start + block) for start in range(0, size, block)]
+    inverses = unit_lower_inverse(jnp.stack([lower[..., s, s] for s in spans], axis=-3))
+    found = None
+    for n, span in enumerate(spans):
+        own = rhs[..., span, :]
+        if found is not None:
+            earlier = lower[..., span, : span.start]
+            own = own - product("bgrij,bgrjv->bgriv", earlier, found)
         own = product("bgrij,bgrjv->bgriv", inverses[..., n, :, :], own)
-        found = jnp.concatenate([found, own], axis=-2)
+        found = own if found is None else jnp.concatenate([found, own], axis=-2)
+    assert found is not None
     return found[..., :size, :]
 
 
