@@ -508,6 +508,20 @@ _DELTA_SHAPES = [
 
 DELTA_RULES = [
     Case(
+        op="gated_delta_rule_step",
+        kernels=False,
+        axes="b heads p n g",
+        result="b heads p",
+        split="b heads",
+        arguments=(
+            Argument("state", "b heads n p", role="float32"),
+            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
+            Argument("g", "b heads", _log_decays, "float32"),
+            Argument("beta", "b heads", _fractions),
+        ),
+        strict=True,
+    ),
+    Case(
         **_DELTA,
         **_OF_HEADS_ALONE,
         arguments=(*_OF_DELTA, _DECAYS, _BETA),
@@ -543,20 +557,6 @@ DELTA_RULES = [
             Argument("initial_state", "b heads n p", role="float32"),
         ),
         options={"return_final_state": True, "qk_l2norm": True},
-        strict=True,
-    ),
-    Case(
-        op="gated_delta_rule_step",
-        kernels=False,
-        axes="b heads p n g",
-        result="b heads p",
-        split="b heads",
-        arguments=(
-            Argument("state", "b heads n p", role="float32"),
-            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
-            Argument("g", "b heads", _log_decays, "float32"),
-            Argument("beta", "b heads", _fractions),
-        ),
         strict=True,
     ),
 ]

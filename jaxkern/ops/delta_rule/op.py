@@ -177,7 +177,7 @@ def gated_delta_rule(
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
     of_row = v.shape[2], q.shape[-1], v.shape[-1]
-    initial_state = segments.check_states(initial_state, len(v), count, of_row, _STATE_SHAPE)
+    initial_state = segments.check_states(initial_state, v.shape[0], count, of_row, _STATE_SHAPE)
     if initial_state is not None:
         initial_state = initial_state.astype(wide(initial_state.dtype))
     rank = crossed = None

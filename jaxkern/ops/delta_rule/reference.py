@@ -184,7 +184,7 @@ def _pairs_of_channels(
     Tokens are in blocks. Within one, all the exponentials are computed. Between two, i and j are
     decayed from and to an anchor, the start of i's block: no exponent is above 0 where g is not.
     """
-    size, batch = k.shape[-2], len(g)
+    size, batch = k.shape[-2], g.shape[0]
     block = min(size, BLOCK)
     count = -(-size // block)
     rank = jnp.zeros((batch, size), jnp.int32) if rank is None else rank
@@ -345,12 +345,12 @@ def _identity(tokens: Tokens, values: int) -> jax.Array:
     """States (B, G, R, K, V + K) of zeros and, in the last K columns, the identity."""
     keys = tokens.k.shape[-1]
     state = jnp.eye(keys, values + keys, values, dtype=accumulator(tokens, None, None))
-    return jnp.broadcast_to(state, (len(tokens.k), *tokens.state))
+    return jnp.broadcast_to(state, (tokens.k.shape[0], *tokens.state))
 
 
 def _whole(rank: Any, state: jax.Array) -> jax.Array:
     if rank is None:
-        return jnp.ones(len(state), state.dtype)
+        return jnp.ones(state.shape[0], state.dtype)
     return (rank[:, 0] == rank[:, -1]).astype(state.dtype)
 
 
