@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.dispatch import Mode
-from jaxkern.core.mesh import Axes
+from jaxkern.core.mesh import Axes, vary_over, varying
 from jaxkern.ops.chunks import (
     ChunkedScan,
     Marks,
@@ -345,7 +345,8 @@ def _identity(tokens: Tokens, values: int) -> jax.Array:
     """States (B, G, R, K, V + K) of zeros and, in the last K columns, the identity."""
     keys = tokens.k.shape[-1]
     state = jnp.eye(keys, values + keys, values, dtype=accumulator(tokens, None, None))
-    return jnp.broadcast_to(state, (tokens.k.shape[0], *tokens.state))
+    state = jnp.broadcast_to(state, (tokens.k.shape[0], *tokens.state))
+    return vary_over(state, varying(tokens.v))
 
 
 def _whole(rank: Any, state: jax.Array) -> jax.Array:
