@@ -107,10 +107,11 @@ def gated_delta_rule(
     It is the recurrence itself, at any decay from 0 on: nothing is left out because it decayed, and
     no exponent is above 0 where `g` is not. A token multiplies the state by I − β k ⊗ k, whose
     eigenvalues are 1 and :math:`1 - \beta \lVert k \rVert^2`: with keys of length 1 (`qk_l2norm`)
-    and β from 0 to 2 none is beyond 1, and nothing grows. Errors are then those of the recurrence
-    token by token in fp32, with parallel keys too; up to three times those where β is near 2, keys
-    are nearly parallel and nothing decays, where they add up over all tokens either way. Where
-    :math:`\beta \lVert k \rVert^2` is above 2, the state and its errors may grow with every token.
+    and β from 0 to 2 nothing grows. With β to 1, errors are those of a loop over the tokens in
+    fp32. With β near 2 each token nearly reflects the state, and the values of a chunk, found from
+    products of its keys, lose up to nine of 24 bits where keys are nearly parallel and nothing
+    decays; a loop loses five. Where :math:`\beta \lVert k \rVert^2` is above 2, the state and its
+    errors may grow with every token.
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every 256th token are kept.
