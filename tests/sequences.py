@@ -121,10 +121,11 @@ def _delta_rule(v, k, q, g, beta, state, **options):
     return jaxkern.gated_delta_rule(q, k, v, g, beta, initial_state=state, **options)
 
 
-def _forgetting(v, k, q, g, beta, state):
-    """Keys of length 1 at most, and decays that add up to about 1."""
+def _slowly_forgetting(v, k, q, g, beta, state):
+    """Keys of length 1 at most; decays and moves to new values that add up to about 1."""
     k = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1)
-    return v, k, q, -jax.nn.sigmoid(g) / v.shape[1], jax.nn.sigmoid(beta), state
+    g, beta = (jax.nn.sigmoid(x) / v.shape[1] for x in (g, beta))
+    return v, k, q, -g, 8 * beta, state
 
 
 def _of_steps(op, oracle, axes):
@@ -159,9 +160,9 @@ OPS = {
         jaxkern.selective_scan, selective_scan.oracle, "bld bld dn bln bln d bld d bdn"
     ),
     "gated_delta_rule": Op(
-        _delta_rule, gated_delta_rule, "bldp blgn blgn bld bld bdnp", _forgetting
+        _delta_rule, gated_delta_rule, "bldp blgn blgn bld bld bdnp", _slowly_forgetting
     ),
-    "KDA": Op(_delta_rule, gated_delta_rule, "bldp blgn blgn bldn bld bdnp", _forgetting),
+    "KDA": Op(_delta_rule, gated_delta_rule, "bldp blgn blgn bldn bld bdnp", _slowly_forgetting),
     "ssd": _of_steps(jaxkern.ssd, ssd.oracle, "bldp bld d blgn blgn d bldp d bdpn"),
 }
 

@@ -133,7 +133,9 @@ def test_delta_rule_of_reflections(gates, by_channel):
     ],
 )
 def test_delta_rule_of_any_length(length, by_channel):
-    arrays = drawn(1, length, 2, 1, 1 if length == 1 else 3, 2, by_channel=by_channel)
+    arrays = drawn(
+        1, length, 2, 1 if length == 1 else 3, 1 if length == 1 else 11, 2, by_channel=by_channel
+    )
     sequences.check_case(scan, sequences.gated_delta_rule, arrays, None, rounding=3e-6)
 
 
@@ -413,7 +415,7 @@ def test_delta_rule_saved_states():
 @KINDS
 def test_delta_rule_memory(by_channel):
     """Value and gradient take far less than the states of all tokens."""
-    size = (1, 2048, 4, 32, 64, 4)
+    size = (1, 4096, 4, 32, 64, 4)
     arrays = jax.eval_shape(functools.partial(drawn, *size, by_channel=by_channel))
     loss = lambda *a: jnp.sum(scan(*a) ** 2)
     compiled = jax.jit(jax.grad(loss, range(len(NAMES)))).lower(*arrays).compile()
