@@ -6,7 +6,8 @@ backward; elsewhere the same call is plain JAX. The optimizers are Optax transfo
 
 Dimensions, in every docstring: B batch, L length, D channels, W width of a convolution; of a scan
 N states a channel, G groups of channels that share B and C, S segments that have a state of their
-own; of SSD H heads of P channels; of a product M rows (all axes but the last, together), K
+own; of SSD H heads of P channels; of the gated delta rule H heads, G groups of them with the same
+keys, K channels of a key, V of a value; of a product M rows (all axes but the last, together), K
 contracted, N columns; of a loss V classes; of a norm N elements of a row; of a gated unit H
 outputs.
 """
@@ -49,6 +50,8 @@ __all__ = [  # noqa: RUF022, in the families of the documents
     "selective_scan_step",
     "ssd",
     "ssd_step",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "linear_scan",
     "causal_conv1d",
     "causal_conv1d_step",

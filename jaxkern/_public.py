@@ -8,6 +8,7 @@ from jaxkern.custom import custom_op, triton_call
 from jaxkern.ops.activations import gelu, quick_gelu, relu, relu_squared, sigmoid, silu, tanh
 from jaxkern.ops.causal_conv1d import causal_conv1d, causal_conv1d_step
 from jaxkern.ops.cross_entropy import cross_entropy, linear_cross_entropy
+from jaxkern.ops.delta_rule import gated_delta_rule, gated_delta_rule_step
 from jaxkern.ops.dropout import dropout, dropout_add
 from jaxkern.ops.gated import geglu, gelu_and_mul, glu, reglu, silu_and_mul, swiglu
 from jaxkern.ops.linear import (

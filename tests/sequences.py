@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkern
+from bench.cases.scans import delta_rule
 from tests import check, selective_scan, ssd
 
 
@@ -56,6 +57,22 @@ def causal_conv1d(x, weight, bias, state, dout, dfinal=0.0, *, activation="silu"
     return (out, np.where(kept, inputs[:, length:], 0)), grads
 
 
+def gated_delta_rule(v, k, q, g, beta, state, dout, dfinal=0.0, *, segment_ids=None, **options):
+    """Results and gradients of gated_delta_rule, token by token, with JAX's derivative."""
+    new = np.zeros(v.shape[:2], bool)
+    if segment_ids is not None:
+        new[:, 1:] = np.diff(segment_ids, axis=1) != 0
+    arrays = v, k, q, g, beta, state
+    given = dout, np.broadcast_to(dfinal, state.shape).astype(state.dtype)
+    with jax.enable_x64(True):
+        found = check.program(_delta_rule_of_tokens, **options)(arrays, given, new=new)
+        return jax.tree.map(np.asarray, found)
+
+
+def _delta_rule_of_tokens(v, k, q, g, beta, state, new, **options):
+    return delta_rule(q, k, v, g, beta, state, new, **options)
+
+
 def random(*shape: int, seed: int = 0) -> jax.Array:
     """Normal values in fp32, the same ones for a shape and seed."""
     return jnp.asarray(np.random.default_rng((*shape, seed)).normal(size=shape).astype("float32"))
@@ -100,6 +117,17 @@ def _causal_conv1d(x, weight, bias=None, state=None, **options):
     return jaxkern.causal_conv1d(x, weight, bias, **options)
 
 
+def _delta_rule(v, k, q, g, beta, state, **options):
+    return jaxkern.gated_delta_rule(q, k, v, g, beta, initial_state=state, **options)
+
+
+def _slowly_forgetting(v, k, q, g, beta, state):
+    """Keys of length 1 at most; decays and moves to new values that add up to about 1."""
+    k = k / jnp.maximum(jnp.linalg.norm(k, axis=-1, keepdims=True), 1)
+    g, beta = (jax.nn.sigmoid(x) / v.shape[1] for x in (g, beta))
+    return v, k, q, -g, 8 * beta, state
+
+
 def _of_steps(op, oracle, axes):
     """An op whose step sizes are found from dt and here add up to about 1."""
 
@@ -131,6 +159,10 @@ OPS = {
     "selective_scan": _of_steps(
         jaxkern.selective_scan, selective_scan.oracle, "bld bld dn bln bln d bld d bdn"
     ),
+    "gated_delta_rule": Op(
+        _delta_rule, gated_delta_rule, "bldp blgn blgn bld bld bdnp", _slowly_forgetting
+    ),
+    "KDA": Op(_delta_rule, gated_delta_rule, "bldp blgn blgn bldn bld bdnp", _slowly_forgetting),
     "ssd": _of_steps(jaxkern.ssd, ssd.oracle, "bldp bld d blgn blgn d bldp d bdpn"),
 }
 

@@ -37,19 +37,22 @@ LONG_IDS = np.stack(
         np.repeat(IDS[2], [10] * 20 + [0]),
     ]
 )
-"""Of ssd: segments longer than its chunks, with states and without, one after another."""
+"""Segments longer than a chunk, with states and without, one after another."""
+
+LONG = ("ssd", "gated_delta_rule", "KDA")
+"""Ops of chunks, whose segments these are."""
 
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 kernels = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.gpu])
 
 
 def ids_of(name):
-    return LONG_IDS if name == "ssd" else IDS
+    return LONG_IDS if name in LONG else IDS
 
 
 def arrays_of(name, **sizes):
     """The op's arrays, with initial states of every segment."""
-    of_all = {"b": BATCH, "l": ids_of(name).shape[1], "d": 8 if name == "ssd" else 5, "g": 4}
+    of_all = {"b": BATCH, "l": ids_of(name).shape[1], "d": 8 if name in LONG else 5, "g": 4}
     return OPS[name].arrays(COUNT, **of_all | {"n": 3, "p": 2, "w": 3, "k": 2} | sizes)
 
 
@@ -94,8 +97,8 @@ def value_and_grads(f, arrays, **options):
         kernels("selective_scan", "mosaic", None),  # those of ssd take one state
         kernels("linear_scan", "mosaic", LinearScanTiles(2, parts=5)),
         kernels("linear_scan reverse", "mosaic", LinearScanTiles(4, parts=4)),
-        *((name, None, None) for name in OPS if name != "ssd"),
-        exhaustive("ssd", None, None),
+        *((name, None, None) for name in OPS if name not in LONG),
+        *(exhaustive(name, None, None) for name in LONG),
         *(exhaustive(name, "xla", None) for name in OPS),
     ],
 )
@@ -126,7 +129,7 @@ def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch
     want, want_grads = run(arrays)
     check.assert_close((want, want_grads), alone(op, ids, arrays), 3e-6)
 
-    number = 0 if name == "ssd" else 3
+    number = 0 if name in LONG else 3
     others, time = ids[0] != number, int(np.flatnonzero(ids[0] == number)[-2])
     for i, along in enumerate(op.along):
         if not along or (i and check.interpreted(implementation)):

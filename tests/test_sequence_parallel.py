@@ -38,7 +38,8 @@ def ids_of(batch: int, length: int) -> jax.Array:
 
 def _op(name: str, length: int, channels: int, **options: Any) -> Any:
     """An op at small size: its arrays, the last of segment ids, and a letter for each axis."""
-    op, groups = sequences.OPS[name], {"n": 5, "p": 3, "g": 1} if name == "ssd" else {"n": 3}
+    of_heads = name in ("ssd", "gated_delta_rule", "KDA")
+    op, groups = sequences.OPS[name], {"n": 5, "p": 3, "g": 1} if of_heads else {"n": 3}
     arrays = op.arrays(b=2, l=length, d=channels, w=4, k=3, **groups)
     call = functools.partial(op.call, **options)
     arrays, axes = (*arrays, ids_of(2, length)), f"{op.axes} bl"
@@ -54,6 +55,8 @@ OPS = {
     "selective_scan none saved": _op("selective_scan", 32, 6, checkpoint_every=None),
     "ssd": _op("ssd", 512, 4, checkpoint_every=128),
     "ssd none saved": _op("ssd", 512, 4, checkpoint_every=None),
+    "gated_delta_rule": _op("gated_delta_rule", 1024, 2),
+    "KDA": _op("KDA", 1024, 2),
 }
 GIVEN = {  # of an op's arrays: neither state nor segments, a state, both
     "alone": lambda arrays: (*arrays[:-2], None, None),
@@ -127,6 +130,12 @@ def _placed(op: Any, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
         ("causal_conv1d of few channels", "packed", (4,), {"l": "x"}, EXPLICIT, None),
         exhaustive("selective_scan", "packed", (4,), {"l": "x"}, AUTO, None),
         ("ssd", "packed", (4,), {"l": "x"}, AUTO, None),
+        exhaustive("gated_delta_rule", "packed", (4,), {"l": "x"}, EXPLICIT, None),
+        exhaustive("gated_delta_rule", "packed", (4,), {"l": "x"}, AUTO, None),
+        exhaustive("gated_delta_rule", "continued", (2, 2), {"l": "y", "d": "x"}, AUTO, None),
+        exhaustive("gated_delta_rule", "alone", (2,), {"l": "x"}, EXPLICIT, "xla"),
+        exhaustive("KDA", "packed", (2, 2), {"l": "y", "b": "x"}, AUTO, None),
+        exhaustive("KDA", "packed", (4,), {"l": "x"}, EXPLICIT, "xla"),
         exhaustive("linear_scan", "alone", (2,), {"l": "x"}, EXPLICIT, None),
         exhaustive("linear_scan reverse", "packed", (2, 2), {"l": "x", "b": "y"}, AUTO, None),
         exhaustive("causal_conv1d", "alone", (2,), {"l": "x"}, EXPLICIT, None),
@@ -176,13 +185,19 @@ UNFIT = {
     "causal_conv1d": (8, "a part of its 8 tokens is shorter than the 3", EXPLICIT),
     "selective_scan": (16, "must be a multiple of 8, the tokens", EXPLICIT),
     "ssd": (256, "a part of its 256 tokens must be a multiple of 128", AUTO),
+    "gated_delta_rule": (512, "a part of its 512 tokens must be a multiple of 256", EXPLICIT),
 }
 """Lengths of which a quarter is no part of the sequence, why, and a kind of mesh to gather on."""
 
 
 @FOUR_DEVICES
 @pytest.mark.parametrize(
-    "name", ["linear_scan", "causal_conv1d", exhaustive("selective_scan"), exhaustive("ssd")]
+    "name",
+    [
+        "linear_scan",
+        "causal_conv1d",
+        *map(exhaustive, ("selective_scan", "ssd", "gated_delta_rule")),
+    ],
 )
 def test_a_sequence_that_parts_do_not_fit_is_gathered(name):
     op, (length, why, kind) = OPS[name], UNFIT[name]
@@ -225,6 +240,10 @@ XLA, CHECKED = {"implementation": "xla"}, {"check_vma": True}
         ("causal_conv1d", "packed", (2, 2), ("y", "x"), {}),
         ("selective_scan", "continued", (2,), ("x",), CHECKED | {"grads": False}),
         ("ssd", "packed", (4,), "x", {"grads": False}),
+        ("gated_delta_rule", "packed", (4,), "x", {"grads": False}),
+        exhaustive("gated_delta_rule", "packed", (4,), "x", CHECKED),
+        exhaustive("KDA", "packed", (2, 2), ("y", "x"), XLA),
+        exhaustive("KDA", "continued", (2,), "x", {}),
         exhaustive("linear_scan", "packed", (4,), "x", CHECKED),
         exhaustive("linear_scan reverse", "continued", (2, 2), ("x", "y"), XLA),
         exhaustive("causal_conv1d", "continued", (2,), "x", CHECKED),

@@ -417,4 +417,148 @@ SSDS = [
     ),
 ]
 
-CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS, *SSDS]
+# The gated delta rule
+
+
+def delta_rule(
+    q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, new: Any, *, qk_l2norm: bool = False
+) -> tuple[Any, Any]:
+    """Computes output and final state, one token after the other.
+
+    `g` is of heads or of key channels, and `new`, (B, L), says where a segment begins.
+    """
+    if qk_l2norm:
+        q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + 1e-6) for x in (q, k))
+    q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+    decay = jnp.exp(g if g.ndim == 4 else g[..., None]).astype(v.dtype)
+
+    def token(state: Any, now: Any) -> tuple[Any, Any]:
+        q, k, v, decay, beta, new = now
+        state = jnp.where(new[:, None, None, None], 0, state) * decay[..., None]
+        read = lambda x: jnp.sum(x[..., None] * state, axis=2)
+        state = state + k[..., None] * (beta[..., None] * (v - read(k)))[:, :, None]
+        return state, k.shape[-1] ** -0.5 * jnp.sum(q[..., None] * state, axis=2)
+
+    along = tuple(jnp.moveaxis(x, 1, 0) for x in (q, k, v, decay, beta, new))
+    state, out = jax.lax.scan(token, state, along)
+    return jnp.moveaxis(out, 0, 1), state
+
+
+def _delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+    b, l, heads, p = v.shape
+    state = jnp.zeros((b, heads, k.shape[-1], p), v.dtype)
+    return delta_rule(q, k, v, g, beta, state, jnp.zeros((b, l), bool))[0]
+
+
+def _unit(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Keys of length 1."""
+    keys = normal(key, shape)
+    return keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-6)
+
+
+def _log_decays(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    """They forget half of a state in 5 tokens."""
+    return -jax.nn.softplus(normal(key, shape) - 2)
+
+
+def _fractions(key: Any, shape: tuple[int, ...]) -> jax.Array:
+    return jax.nn.sigmoid(normal(key, shape))
+
+
+_OF_DELTA = Argument("q", "b l g n"), Argument("k", "b l g n", _unit), Argument("v", "b l heads p")
+_DECAYS = Argument("g", "b l heads", _log_decays, "float32")
+_DECAYS_OF_CHANNELS = Argument("g", "b l heads n", _log_decays, "float32")
+_BETA = Argument("beta", "b l heads", _fractions)
+_DELTA: dict[str, Any] = {
+    "op": "gated_delta_rule",
+    "kernels": False,
+    "axes": "b l heads p n g",
+    "result": "b l heads p",
+    "split": "b heads",
+    "sequence": _CARRIES,
+}
+
+
+def _cost_of_delta(decays: str, keys: str) -> dict[str, Any]:
+    """With decays and keys that are multiplied of these axes; operations in chunks of 64 tokens."""
+    of_values = "{} b l heads p + {} b l heads p n"
+    return {
+        "forward": Cost(
+            "2 b l g n + 2 b l heads p + b l heads",
+            nbytes=f"4 {decays}",
+            operations=f"{of_values.format(256, 6)} + 256 {keys}",
+        ),
+        "backward": Cost(
+            "4 b l g n + 3 b l heads p + 2 b l heads",
+            nbytes=f"8 {decays}",
+            operations=f"{of_values.format(640, 16)} + 768 {keys}",
+        ),
+    }
+
+
+_OF_HEADS_ALONE = _cost_of_delta("b l heads", "b l g n")
+_OF_CHANNELS = _cost_of_delta("b l heads n", "b l heads n")
+_DELTA_ERRORS = Errors((2, 1024, 8, 64, 64, 4), (2, 64, 4, 8, 16, 2))
+_DELTA_SHAPES = [
+    *(Shape((*s, 128, 128, s[2])) for s in ((1, 32768, 32), (8, 4096, 16), (1, 8192, 32))),
+    *(Shape((1, l, 32, 128, 128, 16)) for l in (32768, 8192)),
+    Shape((1, 8192, 64, 64, 64, 64)),
+]
+"""Batch, length, value heads, size of a value, size of a key, key heads."""
+
+DELTA_RULES = [
+    Case(
+        op="gated_delta_rule_step",
+        kernels=False,
+        axes="b heads p n g",
+        result="b heads p",
+        split="b heads",
+        arguments=(
+            Argument("state", "b heads n p", role="float32"),
+            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
+            Argument("g", "b heads", _log_decays, "float32"),
+            Argument("beta", "b heads", _fractions),
+        ),
+        strict=True,
+    ),
+    Case(
+        **_DELTA,
+        **_OF_HEADS_ALONE,
+        arguments=(*_OF_DELTA, _DECAYS, _BETA),
+        expression=_delta_rule,
+        shapes=_DELTA_SHAPES,
+        errors=_DELTA_ERRORS,
+        strict=True,
+    ),
+    Case(
+        **_DELTA,
+        **_OF_CHANNELS,
+        variant="KDA",
+        arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
+        expression=_delta_rule,
+        shapes=_DELTA_SHAPES,
+        errors=_DELTA_ERRORS,
+        strict=True,
+    ),
+    Case(
+        **_DELTA | _NUMBERED,
+        **_OF_HEADS_ALONE,
+        variant="packed",
+        arguments=(*_OF_DELTA, _DECAYS, _BETA),
+        run=_packed("gated_delta_rule"),
+        shapes=_DELTA_SHAPES[1:2],
+    ),
+    Case(
+        **_DELTA | _NUMBERED,
+        variant="packed and continued",
+        arguments=(
+            *(*_OF_DELTA, _DECAYS, _BETA),
+            Argument("segment_ids", "b l", constant(0), "int32"),
+            Argument("initial_state", "b heads n p", role="float32"),
+        ),
+        options={"return_final_state": True, "qk_l2norm": True},
+        strict=True,
+    ),
+]
+
+CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS, *SSDS, *DELTA_RULES]

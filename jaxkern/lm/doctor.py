@@ -74,9 +74,16 @@ CALLS: dict[str, tuple[str, ...]] = {
     ),
     "ssd": ("8 2048 24 64", "8 2048 24", "24 float32", "8 2048 1 128", "8 2048 1 128"),
     "ssd_step": ("8 24 64 128 float32", "8 24 64", "8 24", "24 float32", *("8 1 128",) * 2),
+    "gated_delta_rule": (*("8 2048 6 128",) * 3, "8 2048 6 float32", "8 2048 6"),
+    "gated_delta_rule_step": (
+        "8 6 128 128 float32",
+        *("8 6 128",) * 3,
+        *("8 6 float32", "8 6"),
+    ),
     **dict.fromkeys(("fused_adamw", "fused_adam", "fused_sgd", "scale_gradients"), (_W,)),
 }
-"""The arrays of each op in a layer of Mamba or Mamba-2 130m: sizes, and dtype if not bfloat16."""
+"""The arrays of each op in a layer of Mamba, Mamba-2 or Gated DeltaNet 130m: sizes, and dtype if it
+is not bfloat16."""
 
 _RUNS: dict[str, Callable[..., Any]] = {
     **{name: _step(name) for name in ("fused_adamw", "fused_adam", "fused_sgd")},

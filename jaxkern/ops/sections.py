@@ -30,9 +30,18 @@ from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import Axes, SplitSequence, carried, vary_over, varying
+from jaxkern.core.mesh import (
+    Axes,
+    SplitSequence,
+    carried,
+    from_before,
+    is_first,
+    vary_over,
+    varying,
+)
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, num_sms
+from jaxkern.ops.segments import along
 
 type OfOptions = Callable[[Any], SplitSequence | None]
 
@@ -179,6 +188,23 @@ class Decays(NamedTuple):
 
     decay: Callable[[Any], Any]
     over: Callable[[Any, int], Any]
+
+
+def own_rank(axes: Axes, sections: Sections, rank: Any) -> tuple[Any, Any]:
+    """`rank` counted from each section's first token, and whether that begins a segment, (B,)."""
+    if rank is None:
+        return None, None
+    before = jnp.concatenate([from_before(axes, rank[:, -1:]), rank[:, :-1]], axis=1)
+    before = before.at[:, 0].set(jnp.where(is_first(axes), rank[:, 0], before[:, 0]))
+    rank, before = sections.cut(rank), sections.cut(before)
+    return rank - rank[:, :1], rank[:, 0] != before[:, 0]
+
+
+def unless(begins: Any, v: jax.Array) -> jax.Array:
+    """`v`, (B, …), with zeros where a section begins a segment."""
+    if begins is None:
+        return v
+    return jnp.where(along(begins, v), 0, v)
 
 
 # The states between sections: a pass

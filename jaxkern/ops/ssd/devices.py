@@ -18,9 +18,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import from_before, is_first, is_last, only_if
-from jaxkern.ops.sections import Decays, Sections, sequences, unless_whole_steps
-from jaxkern.ops.segments import along
+from jaxkern.core.mesh import is_first, is_last, only_if
+from jaxkern.ops.sections import (
+    Decays,
+    Sections,
+    own_rank,
+    sequences,
+    unless,
+    unless_whole_steps,
+)
 from jaxkern.ops.ssd.forward import launch_device_bwd_carry, launch_device_carry
 from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,
@@ -60,28 +66,11 @@ def _sections(options: SsdOptions, x: Any) -> Sections:
     return Sections.of(batch, groups * heads * channels, length, step)
 
 
-def _own_rank(axes: Any, sections: Sections, rank: Any) -> tuple[Any, Any]:
-    """`rank` counted from each section's first token, and whether that begins a segment, (B,)."""
-    if rank is None:
-        return None, None
-    before = jnp.concatenate([from_before(axes, rank[:, -1:]), rank[:, :-1]], axis=1)
-    before = before.at[:, 0].set(jnp.where(is_first(axes), rank[:, 0], before[:, 0]))
-    rank, before = sections.cut(rank), sections.cut(before)
-    return rank - rank[:, :1], rank[:, 0] != before[:, 0]
-
-
-def _unless(begins: Any, v: jax.Array) -> jax.Array:
-    """`v`, (B, …), with zeros where a section begins a segment."""
-    if begins is None:
-        return v
-    return jnp.where(along(begins, v), 0, v)
-
-
 def _cut(axes: Any, sections: Sections, args: Any) -> tuple[Any, Any]:
     """The arguments of the forward, those along the sequence in sections; which begin segments."""
     x, dt, a, B, C, D, z, initial_state, rank, crossed = args
     x, dt, a, B, C, z = map(sections.cut, (x, dt, a, B, C, z))
-    rank, begins = _own_rank(axes, sections, rank)
+    rank, begins = own_rank(axes, sections, rank)
     return (x, dt, a, B, C, D, z, initial_state, rank, crossed), begins
 
 
@@ -90,8 +79,8 @@ def _states_before(
 ) -> jax.Array:
     x, dt, a, B, _, _, _, first, rank, _ = args
     decay, state = run(options, x, dt, a, B, rank, of=CARRY)
-    carry = _unless(begins, decay), state
-    return _unless(begins, sections.states(run, axes, _DECAYS, carry, first))
+    carry = unless(begins, decay), state
+    return unless(begins, sections.states(run, axes, _DECAYS, carry, first))
 
 
 def _forward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
@@ -112,7 +101,7 @@ def _backward(run: Any, axes: Any, options: SsdOptions, *args: Any) -> Any:
     _, _, a, _, C, _, z = floats
     states, y, dout = map(sections.cut, (states, y, dout))
     decay, dh = run(options, a, C, _before_gate(z, dout), rank, of=BWD_CARRY)
-    carry = _unless(begins, decay), _unless(begins, dh)
+    carry = unless(begins, decay), unless(begins, dh)
     dfinal = sections.states(run, axes, _DECAYS, carry, dfinal, reverse=True)
     if states is None:
         before = _states_before(run, axes, sections, options, begins, *given)

@@ -26,7 +26,7 @@ from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warp
 from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.wgmma import WARPS, start_fetch
 from jaxkern.ops import segments
-from jaxkern.ops.ssd.reference import least_log_decay
+from jaxkern.ops.chunks import least_log_decay
 from jaxkern.ops.ssd.tiles import (
     BLOCK,
     BOX,

@@ -68,6 +68,7 @@ from jaxkern.core.dispatch import Implementation, final_state_op, public_op, res
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import scan_step, segments
+from jaxkern.ops.chunks import least_log_decay
 from jaxkern.ops.scan_options import (
     StepSizes,
     check_checkpoint_every,
@@ -85,7 +86,6 @@ from jaxkern.ops.ssd.reference import (
     SsdOptions,
     Tokens,
     by_group,
-    least_log_decay,
     reference_bwd,
     reference_fwd,
     ssd_reference,

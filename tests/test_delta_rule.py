@@ -1,0 +1,542 @@
+"""gated_delta_rule: its accuracy at any decay, states, where NaN goes, the step, the matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jaxkern
+from bench.cases.scans import delta_rule
+from jaxkern.ops.chunks import CHUNK
+from jaxkern.ops.delta_rule import devices, reference
+from jaxkern.ops.delta_rule.reference import SAVED_EVERY, DeltaRuleOptions
+from tests import check, sequences
+from tests.ssd import packed_ids
+
+NAMES = ("v", "k", "q", "g", "beta", "initial_state")
+SIZE = (2, 130, 4, 8, 16, 2)
+"""One size for tests that differ in their numbers alone: batch, length, heads, V, K and groups."""
+
+exhaustive = pytest.mark.exhaustive
+GDN, KDA = pytest.param(False, id="GDN"), pytest.param(True, id="KDA")
+KINDS = pytest.mark.parametrize("by_channel", [GDN, KDA])
+GDN_FIRST = pytest.mark.parametrize(
+    "by_channel", [GDN, pytest.param(True, id="KDA", marks=exhaustive)]
+)
+KDA_FIRST = pytest.mark.parametrize(
+    "by_channel", [pytest.param(False, id="GDN", marks=exhaustive), KDA]
+)
+EVERY = pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=exhaustive)])
+"""The pair of passes, and plain JAX that JAX differentiates."""
+
+
+def drawn(*size, by_channel=False, dtype="float32", seed=0):
+    """Arrays in the order of NAMES; states, g and beta have float32 unless all is float64."""
+    batch, length, heads, values, keys, groups = size
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(size=shape)
+    k, q = normal(2, batch, length, groups, keys)
+    k = k / np.maximum(np.linalg.norm(k, axis=-1, keepdims=True), 1e-6)
+    v, state = normal(batch, length, heads, values), normal(batch, heads, keys, values)
+    steps = batch, length, heads
+    g = -np.logaddexp(normal(*steps, keys) if by_channel else normal(*steps), 0) / 8
+    beta = 1 / (1 + np.exp(-normal(*steps)))
+    wide = "float64" if dtype == "float64" else "float32"
+    kinds = dtype, dtype, dtype, wide, wide, wide
+    arrays = v, k, q, g, beta, state
+    return tuple(jnp.asarray(a.astype(jnp.dtype(d))) for a, d in zip(arrays, kinds, strict=True))
+
+
+def scan(v, k, q, g, beta, state=None, *, implementation=None, **options):
+    options |= {"initial_state": state, "implementation": implementation}
+    return jaxkern.gated_delta_rule(q, k, v, g, beta, **options)
+
+
+def cotangents(arrays):
+    """Of the output and of the final state."""
+    return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
+
+
+def with_gates(make, arrays):
+    """The arrays with g and beta replaced by `make` of the originals and a generator."""
+    v, k, q, g, beta, state = arrays
+    g, beta = make(np.array(g), np.array(beta), np.random.default_rng(1))
+    return v, k, q, jnp.asarray(g, jnp.float32), jnp.asarray(beta, jnp.float32), state
+
+
+def parallel(arrays):
+    """Keys of length 1 that all point nearly the same way."""
+    v, k, q, *rest = arrays
+    k = k[:, :1] + 1e-3 * k
+    return v, k / jnp.linalg.norm(k, axis=-1, keepdims=True), q, *rest
+
+
+def amid_others(g, beta, rng):
+    """Decays of exactly 0 and of e^−30 amid others: these keep all their digits, none is NaN."""
+    kept = rng.random(g.shape)
+    return np.select([kept < 0.05, kept < 0.3, kept < 0.6], [-np.inf, -30.0, 0.0], g), beta
+
+
+GATES = {
+    "as drawn": lambda arrays: arrays,
+    "decays of e^-30": lambda a: with_gates(lambda g, beta, _: (0 * g - 30, beta), a),
+    "no decay": lambda a: with_gates(lambda g, beta, _: (0 * g, beta), a),
+    "all at once": lambda a: with_gates(amid_others, a),
+    "beta near 2": lambda a: with_gates(lambda g, beta, _: (g, 2 - 0.01 * beta), a),
+    "parallel keys": parallel,
+    "parallel keys, no decay": lambda a: parallel(GATES["no decay"](a)),
+}
+
+REFLECTING = {
+    "no decay": lambda a: with_gates(lambda g, beta, _: (0 * g, 2 - 0.001 * beta), a),
+    "parallel keys": lambda a: parallel(GATES["beta near 2"](a)),
+    "both": lambda a: parallel(REFLECTING["no decay"](a)),
+}
+
+
+# Accuracy
+
+
+@EVERY
+@KINDS
+@pytest.mark.parametrize("gates", GATES)
+def test_delta_rule_accuracy(gates, by_channel, implementation):
+    """Errors of results and gradients are at most twice those of the recurrence in fp32."""
+    arrays = GATES[gates](drawn(*SIZE, by_channel=by_channel))
+    sequences.check_case(scan, sequences.gated_delta_rule, arrays, implementation)
+
+
+@KINDS
+@pytest.mark.parametrize("gates", REFLECTING)
+def test_delta_rule_of_reflections(gates, by_channel):
+    """With β near 2 a token reflects the state, and of parallel keys it takes back the last one.
+
+    A chunk's values then follow from differences of sums of products of keys. Of fp32's 24 bits
+    nine are lost at most; powers of the couplings would leave none.
+    """
+    arrays = REFLECTING[gates](drawn(*SIZE, by_channel=by_channel))
+    given = cotangents(arrays)
+    got = check.value_and_grads(scan, arrays, given, return_final_state=True)
+    want = sequences.gated_delta_rule(*(np.asarray(a, np.float64) for a in (*arrays, *given)))
+    check.assert_close(got, want, 2.0 ** (9 - 24))
+
+
+@pytest.mark.parametrize(
+    ("length", "by_channel"),
+    [
+        *((1, False), (17, True), (65, False)),
+        *(pytest.param(n, n % 2 == 0, marks=exhaustive) for n in (1, 2, 15, 16, 17, 63, 64)),
+        *(pytest.param(n, True, marks=exhaustive) for n in (1, 65, 300)),
+    ],
+)
+def test_delta_rule_of_any_length(length, by_channel):
+    arrays = drawn(
+        1, length, 2, 1 if length == 1 else 3, 1 if length == 1 else 11, 2, by_channel=by_channel
+    )
+    sequences.check_case(scan, sequences.gated_delta_rule, arrays, None, rounding=3e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "by_channel"), [("bfloat16", False), pytest.param("float16", True, marks=exhaustive)]
+)
+def test_delta_rule_in_16_bits(dtype, by_channel):
+    """All is computed in fp32, and rounded once: normalised queries and keys, too."""
+    arrays = drawn(2, 70, 4, 8, 16, 2, by_channel=by_channel, dtype=dtype)
+    options = {"rounding": 3e-6, "qk_l2norm": True}
+    sequences.check_case(scan, sequences.gated_delta_rule, arrays, None, **options)
+
+
+@pytest.mark.parametrize(
+    ("by_channel", "implementation"),
+    [(False, "xla"), *(pytest.param(True, i, marks=exhaustive) for i in (None, "xla"))],
+)
+def test_delta_rule_in_float64(by_channel, implementation):
+    """The specification itself, gradients included, is right far below fp32's rounding."""
+    ids = packed_ids(2, 130, every=40)
+    options = {"segment_ids": ids, "qk_l2norm": True}
+    with jax.enable_x64(True):
+        arrays = drawn(*SIZE, by_channel=by_channel, dtype="float64")
+        given = cotangents(arrays)
+        how = options | {"implementation": implementation, "return_final_state": True}
+        got = check.value_and_grads(scan, arrays, given, **how)
+        assert {v.dtype for v in jax.tree.leaves(got)} == {jnp.dtype("float64")}
+        with pytest.raises(NotImplementedError, match="q is float64, and the kernels take"):
+            scan(*arrays, implementation="mosaic")
+    wide = map(np.asarray, (*arrays, *given))
+    check.assert_close(got, sequences.gated_delta_rule(*wide, **options), 1e-13)
+
+
+@pytest.mark.parametrize("size", [37, *(pytest.param(n, marks=exhaustive) for n in (1, 2, 16))])
+def test_inverse_of_a_triangle(size):
+    """Of couplings of parallel keys and β = 2, whose powers are beyond fp32's digits."""
+    with jax.enable_x64(True):
+        lower = np.tril(2 + 0.01 * np.random.default_rng(0).normal(size=(3, size, size)), -1)
+        whole = np.eye(size) + lower
+        got = reference.unit_lower_inverse(jnp.asarray(lower))
+        np.testing.assert_allclose(got, np.linalg.inv(whole), rtol=0, atol=1e-10)
+        tangent = np.tril(np.ones_like(lower), -1)
+        _, along = jax.jvp(reference.unit_lower_inverse, (jnp.asarray(lower),), (tangent,))
+        inverse = np.linalg.inv(whole)
+        np.testing.assert_allclose(along, -inverse @ tangent @ inverse, rtol=0, atol=1e-8)
+        rhs = jnp.ones((1, 1, 3, size, 2))
+        solved = reference.solve(jnp.einsum, jnp.asarray(lower)[None, None], rhs)
+        np.testing.assert_allclose(solved[0, 0], inverse @ rhs[0, 0], rtol=0, atol=1e-10)
+
+
+# Absent arguments, options
+
+
+@pytest.mark.parametrize("absent", ["g", pytest.param("beta", marks=exhaustive), "both"])
+def test_delta_rule_absent_arguments(absent):
+    """Without g nothing decays, without beta it is 1, without a state it begins at 0."""
+    v, k, q, g, beta, state = drawn(1, 12, 2, 3, 4, 1)
+    given = {"v": v, "k": k, "q": q, "g": g, "beta": beta}
+    left_out = {"g", "beta"} if absent == "both" else {absent}
+    given = {name: a for name, a in given.items() if name not in left_out}
+    dout = jnp.sin(3 * v)
+    run = lambda given: scan(**{"g": None, "beta": None} | given)
+    out, (grads,) = check.program(run)((given,), dout)
+    full = {"v": v, "k": k, "q": q, "g": 0 * g, "beta": 1 + 0 * beta} | given
+    want, of_all = sequences.gated_delta_rule(
+        *(np.asarray(a, np.float64) for a in (*full.values(), 0 * state, dout))
+    )
+    of_all = dict(zip(full, of_all[:5], strict=True))
+    check.assert_close((out, grads), (want[0], {n: of_all[n] for n in grads}), 2e-6)
+
+
+def test_delta_rule_scale():
+    arrays = drawn(1, 5, 2, 3, 4, 1)
+    check.assert_close(scan(*arrays, scale=-3.0), -6.0 * scan(*arrays), 1e-6)
+
+
+def test_delta_rule_has_no_kernels():
+    """Whoever asks for them is told, by default too; without asking, no GPU runs any."""
+    v, k, q, g, beta, state = drawn(1, 5, 2, 3, 4, 1)
+    one = lambda x: x[:, 0]
+    step = functools.partial(
+        *(jaxkern.gated_delta_rule_step, state, one(q), one(k), one(v), one(g), one(beta))
+    )
+    words = r'gated_delta_rule(_step)?\(implementation="mosaic"\) .*: it has no kernels yet'
+    for call in functools.partial(scan, v, k, q, g, beta), step:
+        with pytest.raises(NotImplementedError, match=words):
+            call(implementation="mosaic")
+        with (
+            pytest.raises(NotImplementedError, match=words),
+            jaxkern.default_implementation("mosaic"),
+        ):
+            call()
+        assert not check.kernel_calls(check.lowered(lambda call=call: call()))
+
+
+def test_delta_rule_wrong_calls():
+    v, k, q, g, beta, state = drawn(1, 5, 4, 3, 4, 2)
+    right = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    for words, wrong in [
+        (r"q must have shape \(B, L, G, K\).*got \(1, 5, 2, 0\)", {"q": q[..., :0]}),
+        (r"k must have shape \(1, 5, 2, 4\) = \(B, L, G, K\), as q", {"k": k[..., :3]}),
+        (r"v must have shape \(B, L, H, V\), with \(1, 5\) of q", {"v": v[:, :4]}),
+        (r"q must have a number of heads that divides the 3 heads of v", {"v": v[:, :, :3]}),
+        (r"g must have shape \(1, 5, 4\) = \(B, L, H\) of v, or \(B, L, H, K\)", {"g": g[0]}),
+        (r"g must have shape \(1, 5, 4, 4\) = \(B, L, H, K\)", {"g": g[..., None]}),
+        (r"beta must have shape \(1, 5, 4\) = \(B, L, H\)", {"beta": beta[..., None]}),
+        (r"initial_state must have shape \(1, 4, 4, 3\)", {"initial_state": state[..., :2]}),
+        ("scale must be finite", {"scale": float("inf")}),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            jaxkern.gated_delta_rule(**right | wrong)
+
+
+# States and segments
+
+
+@GDN_FIRST
+def test_delta_rule_in_two_runs(by_channel):
+    """A run that goes on from the state of another is one run of both."""
+    *tokens, state = drawn(1, 38, 2, 3, 5, 1, by_channel=by_channel)
+
+    def in_two(*arrays):
+        *tokens, state = arrays
+        outs = []
+        for span in slice(0, 19), slice(19, 38):
+            out, state = scan(*(v[:, span] for v in tokens), state, return_final_state=True)
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), state
+
+    arrays = *tokens, state
+    given = cotangents(arrays)
+    whole = check.value_and_grads(scan, arrays, given, return_final_state=True)
+    check.assert_close(check.program(in_two)(arrays, given), whole, 2e-6)
+
+
+@EVERY
+@KDA_FIRST
+def test_delta_rule_of_packed_sequences(by_channel, implementation):
+    """Segments that begin and end anywhere, some of one token."""
+    arrays = drawn(*SIZE, by_channel=by_channel)
+    how = {"segment_ids": packed_ids(2, 130, every=20), "rounding": 3e-6}
+    sequences.check_case(scan, sequences.gated_delta_rule, arrays, implementation, **how)
+
+
+@GDN_FIRST
+def test_delta_rule_of_segments_with_states(by_channel):
+    """Each as a run of its own; a segment that is absent leaves its state as it is."""
+    *tokens, _ = drawn(1, 90, 2, 3, 5, 1, by_channel=by_channel)
+    states = jnp.stack([drawn(1, 1, 2, 3, 5, 1, seed=i)[-1][0] for i in range(4)])[None]
+    ids = jnp.repeat(jnp.array([[2, 0, 1]]), jnp.array([30, 30, 30]), axis=1)
+    options = {"segment_ids": ids, "num_segments": 4, "return_final_state": True}
+    out, final = scan(*tokens, states, **options)
+    np.testing.assert_array_equal(final[:, 3], states[:, 3])
+    for number, span in (2, slice(0, 30)), (0, slice(30, 60)), (1, slice(60, 90)):
+        own = [v[:, span] for v in tokens]
+        alone = scan(*own, states[:, number], return_final_state=True)
+        check.assert_close((out[:, span], final[:, number]), alone, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "by_channel", "order"),
+    [
+        (None, True, 1),
+        *(pytest.param(*case, marks=exhaustive) for case in [(None, False, 1), ("xla", True, 2)]),
+    ],
+)
+def test_delta_rule_of_growing_states_in_short_segments(implementation, by_channel, order):
+    """Over a chunk a state would grow by e^128, and over a segment of two tokens it does by e^4."""
+    ones = jnp.ones((1, 2 * CHUNK, 1, 1))
+    ids = jnp.arange(2 * CHUNK)[None] // 2
+    run = functools.partial(jaxkern.gated_delta_rule, ones, ones, ones, segment_ids=ids)
+    run = functools.partial(run, beta=0.1 * ones[..., 0], implementation=implementation)
+    g = 2 * ones if by_channel else 2 * ones[..., 0]
+    f = lambda g: jnp.sum(run(g=g))
+    if order == 2:
+        f = lambda g, f=f: jnp.sum(jax.grad(f)(g) ** 2)
+    got = jax.jit(jax.grad(f))(g)
+    assert np.isfinite(got).all()
+    if order == 1:  # S = 0.1 and S' = 0.1 e²; o[1] = S' + 0.1 (1 − S')
+        np.testing.assert_allclose(got.reshape(-1, 2)[0], [0, 0.9 * 0.1 * np.e**2], rtol=1e-5)
+
+
+def results_by_name(arrays, **how):
+    """``run(name, *at)``: results and gradients by name, where an array has NaN at an index."""
+    names = (*NAMES, "out", "final")
+    given = dict(zip(names, (*arrays, *cotangents(arrays)), strict=True))
+
+    def run(name=None, *at):
+        values = {n: np.array(v) for n, v in given.items()}
+        if name is not None:
+            values[name][at] = np.nan
+        *values, dout, dfinal = values.values()
+        program = check.program(scan, return_final_state=True, implementation=how["implementation"])
+        options = {n: v for n, v in how.items() if n != "implementation"}
+        results, grads = program(tuple(values), (dout, dfinal), **options)
+        return dict(zip(names, (*grads, *results), strict=True))
+
+    return run
+
+
+@EVERY
+@GDN_FIRST
+def test_delta_rule_bad_head_stays_alone(by_channel, implementation):
+    """A NaN in one head of one row leaves every other head and row with the bits it had."""
+    arrays = drawn(2, 70, 2, 3, 5, 2, by_channel=by_channel)  # a key head for each
+    run = results_by_name(arrays, implementation=implementation)
+    want = run()
+    for name in ("v", "k", "q", "g", "beta"):
+        got = run(name, 1, 4, 1)
+        assert np.isnan(got["out"][1, 4, 1]).any()
+        for n, v in got.items():
+            heads = 1 if n in ("initial_state", "final") else 2
+            for index in (0, slice(None)), (1, 0):
+                at = (index[0], *[slice(None)] * (heads - 1), index[1])
+                np.testing.assert_array_equal(v[at], want[n][at])
+
+
+@EVERY
+@KDA_FIRST
+def test_delta_rule_nan_stays_in_its_segment(by_channel, implementation):
+    """In the same chunk, behind it and before it, in the gradients too."""
+    ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([10, 10, 12]), axis=1).repeat(2, 0)
+    arrays = drawn(2, 32, 2, 3, 5, 2, by_channel=by_channel)
+    run = results_by_name(arrays, implementation=implementation, segment_ids=ids)
+    want, same = run(), np.testing.assert_array_equal
+    others = lambda v: np.delete(v[1], slice(10, 20), 0)
+    # JAX's own derivative of a product takes NaN of a cotangent to all of a chunk.
+    for name in (*NAMES[:-1], *(["out"] if implementation is None else [])):
+        got = run(name, 1, 13)
+        assert name == "out" or np.isnan(got["out"][1, 13]).all()
+        assert any(np.isnan(got[n][1, 10:20]).any() for n in NAMES[:-1])
+        for n in ("final", "initial_state"):
+            same(got[n], want[n])
+        for n in ("out", *NAMES[:-1]):
+            same(others(got[n]), others(want[n]))
+            same(got[n][0], want[n][0])
+
+
+@GDN_FIRST
+def test_delta_rule_what_a_part_does_to_a_state(by_channel):
+    """P S + R, and of the gradient its transpose; the last result is 0 where a segment begins."""
+    v, k, q, g, beta, state = drawn(1, 20, 2, 3, 4, 1, by_channel=by_channel)
+    grouped = lambda x: x[:, :, None]
+    args = k, grouped(v), grouped(g), grouped(beta)
+    dout, dfinal = cotangents((v, state))
+    run = lambda v, state: scan(v, k, q, g, beta, state, return_final_state=True)
+    (_, after), (_, before) = check.program(run)((v, state), (dout, dfinal))
+    options = DeltaRuleOptions(True, "auto", 0.5)
+    carry, back_carry = (
+        jax.jit(functools.partial(each, options)) for each in (devices.CARRY, devices.BWD_CARRY)
+    )
+    P, R, whole = carry(*args, None)
+    check.assert_close((P[:, 0] @ state + R[:, 0], whole), (after, np.ones(1)), 1e-6)
+    back = q, k, *args[2:], grouped(dout)
+    P, R, _ = back_carry(*back, None)
+    check.assert_close(P[:, 0] @ dfinal + R[:, 0], before, 1e-6)
+    ids = jnp.arange(20)[None] // 15
+    P, _, whole = carry(*args, ids)
+    assert not P.any()
+    assert whole == 0
+
+
+def test_delta_rule_saved_states():
+    """Besides the arguments, a float32 state of every `SAVED_EVERY`-th token."""
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
+    options = DeltaRuleOptions(False, "auto", 1.0, save=True)
+    run = lambda *a: reference.reference_fwd(options, *a, None, None, None, None, None)
+    length = 2 * SAVED_EVERY + 1
+    out, final, states = jax.eval_shape(
+        run, shape(2, length, 1, 4), shape(2, length, 1, 4), shape(2, length, 1, 3, 5)
+    )
+    assert (out.shape, out.dtype, final) == ((2, length, 1, 3, 5), jnp.bfloat16, None)
+    assert (states.shape, states.dtype) == ((2, 3, 1, 3, 4, 5), jnp.float32)
+
+
+@exhaustive
+@KINDS
+def test_delta_rule_memory(by_channel):
+    """Value and gradient take far less than the states of all tokens."""
+    size = (1, 4096, 4, 32, 64, 4)
+    arrays = jax.eval_shape(functools.partial(drawn, *size, by_channel=by_channel))
+    loss = lambda *a: jnp.sum(scan(*a) ** 2)
+    compiled = jax.jit(jax.grad(loss, range(len(NAMES)))).lower(*arrays).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 0.2 * 4 * np.prod(size[:5])
+
+
+# One token
+
+
+@KINDS
+def test_delta_rule_step_by_step(by_channel):
+    """The step, token by token, gives the oracle's outputs, final state and gradients."""
+    arrays = drawn(2, 20, 4, 3, 5, 2, by_channel=by_channel)
+
+    def stepped(v, k, q, g, beta, state):
+        def step(state, token):
+            v, k, q, g, beta = token
+            run = functools.partial(jaxkern.gated_delta_rule_step, qk_l2norm=True)
+            return run(state, q, k, v, g, beta)[::-1]
+
+        tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (v, k, q, g, beta))
+        state, outs = jax.lax.scan(step, state, tokens)
+        return jnp.moveaxis(outs, 0, 1), state
+
+    given = cotangents(arrays)
+    wide = [np.asarray(a, np.float64) for a in (*arrays, *given)]
+    want = sequences.gated_delta_rule(*wide, qk_l2norm=True)
+    check.assert_close(check.program(stepped)(arrays, given), want, 2e-6)
+    if not by_channel:
+        half = tuple(v.astype(jnp.bfloat16) for v in arrays[:-1])
+        outs, state = jax.jit(stepped)(*half, arrays[-1])
+        assert (outs.dtype, state.dtype) == (jnp.bfloat16, jnp.float32)
+        wide = [np.asarray(a, np.float64) for a in (*half, arrays[-1], *given)]
+        want, _ = sequences.gated_delta_rule(*wide, qk_l2norm=True)
+        check.assert_close((outs, state), want, 4e-3)
+
+
+def test_delta_rule_step_of_a_layer():
+    """It is updated as it would be alone, and no other; without g and beta, too."""
+    v, k, q, _, _, state = drawn(2, 1, 4, 3, 5, 2)
+    states = jnp.stack([state, 2 * state, 3 * state])
+    token = q[:, 0], k[:, 0], v[:, 0], None, None
+    out, after = jaxkern.gated_delta_rule_step(states, *token, layer=1)
+    want = jaxkern.gated_delta_rule_step(states[1], *token)
+    check.assert_close((out, after[1]), want, 1e-6)
+    np.testing.assert_array_equal(after[::2], states[::2])
+    with pytest.raises(ValueError, match="layer must be from 0 to 2"):
+        jaxkern.gated_delta_rule_step(states, *token, layer=3)
+
+
+# Transformations and meshes
+
+
+def both_results(*arrays, implementation="xla", **options):
+    """One array that depends on the output and on the final state."""
+    if jnp.issubdtype(arrays[-1].dtype, jnp.integer):
+        *arrays, options["segment_ids"] = arrays
+    options |= {"implementation": implementation, "return_final_state": True}
+    out, final = scan(*arrays, **options)
+    return out + jnp.sum(final, axis=2)[:, None]
+
+
+def token_by_token(v, k, q, g, beta, state, ids=None):
+    ids = jnp.zeros(v.shape[:2], int) if ids is None else ids
+    new = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
+    out, final = delta_rule(q, k, v, g, beta, state, new)
+    return out + jnp.sum(final, axis=2)[:, None]
+
+
+RULES = ("vmap", "vmap(vmap)", "scan", "shard_map unchecked")
+"""What JAX does around a rule, which other ops show."""
+
+DELTA_RULE = check.Op(
+    name="gated_delta_rule",
+    call=both_results,
+    reference=token_by_token,
+    arrays=lambda key: drawn(4, 3, 4, 2, 3, 1, seed=3),
+    kernels=("", ""),
+    axes="blhp blgn blgn blh blh bhnp -> blhp",
+    features="h",
+    channels="h",
+    vmaps=[(0,) + (None,) * 5, (None, 0, None, 1, None, 0)],
+    slow=[("grad", None), ("grad(grad)", None), ("jvp", None)],
+    cells=[
+        *((name, None) for name in check.TRANSFORMATIONS if name not in (*check.ALONE, *RULES)),
+        *(("jvp", "xla"), ("explicit mesh", "xla")),
+    ],
+)
+PACKED = check.Op(
+    name="gated_delta_rule, KDA of groups",
+    call=both_results,
+    reference=token_by_token,
+    arrays=lambda key: (*drawn(4, 5, 8, 2, 3, 4, by_channel=True, seed=3), packed_ids(4, 5)),
+    kernels=("", ""),
+    axes="blhp blgn blgn blhn blh bhnp bl -> blhp",
+    features="h",
+    channels="hg",
+    vmaps=[(0,) * 7],
+    slow=[("auto mesh", None)],
+    cells=[
+        *(("auto mesh", None), ("vmap(grad)", None), ("grad(grad)", None), ("jvp", None)),
+        *(("rows and channels split", i) for i in (None, "xla")),
+    ],
+)
+test_delta_rule_transformations = check.transformations(DELTA_RULE, PACKED)
+
+
+def test_delta_rule_in_forward_mode():
+    arrays = drawn(1, 3, 2, 2, 3, 1)
+    along = lambda f: jax.jit(lambda *a: jax.jvp(f, a, tuple(map(jnp.cos, a))))
+    f = functools.partial(both_results, implementation=None)
+    check.assert_close(along(f)(*arrays), along(token_by_token)(*arrays), 2e-6)
+
+
+@exhaustive
+@KINDS
+def test_delta_rule_exported(by_channel):
+    """Value and gradients, for a GPU that may not be here and for the CPU."""
+    arrays = drawn(1, 70, 2, 3, 4, 1, by_channel=by_channel)
+    f = jax.jit(jax.grad(lambda *a: jnp.sum(both_results(*a, implementation=None) ** 2), range(6)))
+    exported = export.export(f, platforms=("cuda", "cpu"))(*arrays)
+    again = export.deserialize(exported.serialize())
+    check.assert_close(again.call(*arrays), f(*arrays))
