@@ -10,13 +10,15 @@ has 16 rows. The left operand, (64, k) in 16 bits in the same layout, is in regi
 accumulator becomes a left operand without moving. The right one is read from a tile, by all warps.
 """
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -24,9 +26,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.launch import LANES, shared_memory
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir
-from jaxkern.mosaic.wgmma import TILE
+from jaxkern.mosaic.ring import close_copies, start_copy, wait_for_copy
+from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE
 
 UNIT = 8
 """Elements of a unit of 16 bytes."""
@@ -35,9 +39,91 @@ UNITS = 8
 PTX_TYPES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
 
 
+def accumulator(columns: int) -> jax.Array:
+    """(64, columns), fp32 zeros."""
+    return plgpu.layout_cast(jnp.zeros((ACCUMULATOR_ROWS, columns), jnp.float32), TILE)
+
+
 def tile_type(shape: tuple[int, ...], dtype: Any) -> Any:
     """The type of (64, n) in the layout of accumulators."""
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=TILE)
+
+
+BLOCKS = 2
+"""Blocks of a multiprocessor, for whose registers kernels are made: of 255 a lane."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TileRing:
+    """Stages of shared memory that the lanes of a block fill ahead.
+
+    Attributes:
+      tiles: shape and dtype of each array's stage: tiles of 16-bit elements, and rows of fp32.
+      stages: two where a multiprocessor then still has room for `BLOCKS` blocks, else one.
+    """
+
+    tiles: dict[str, tuple[tuple[int, ...], Any]]
+    stages: int
+
+    @classmethod
+    def of(cls, other: int, tiles: dict[str, tuple[tuple[int, ...], Any]]) -> "TileRing":
+        """A ring beside `other` bytes of shared memory."""
+        sizes = (np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.values())
+        size = int(sum(sizes))
+        return cls(tiles, 2 if BLOCKS * (2 * size + other + 1024) <= shared_memory() else 1)
+
+    def scratch(self) -> dict[str, Any]:
+        return {
+            name: plgpu.SMEM((self.stages, *shape), dtype)
+            for name, (shape, dtype) in self.tiles.items()
+        }
+
+    def loop(
+        self,
+        smem: Any,
+        count: Any,
+        sources: Callable[[Any], dict[str, Any]],
+        step: Callable[[Any, dict[str, Any], Any], Any],
+        carry: Any,
+    ) -> Any:
+        """Runs ``carry = step(n, stage, carry)`` for n below `count`; `stage` has the tiles.
+
+        Args:
+          smem: of :meth:`scratch`.
+          count: of steps.
+          sources: the parts of arrays in global memory for step n.
+          step: reads and may write its stage.
+          carry: to begin with.
+        """
+
+        def fetch(n: Any) -> None:
+            slot = lax.rem(n, self.stages)
+
+            @pl.when(n < count)
+            def _() -> None:
+                for name, source in sources(n).items():
+                    copy_to_tile(source, getattr(smem, name).at[slot])
+
+            close_copies(True)
+
+        def run(n: Any, carry: Any) -> Any:
+            sync_warpgroup()  # all warps are done with the stage that comes next
+            fetch(n + self.stages - 1)
+            wait_for_copy(None, self.stages - 1)
+            slot = lax.rem(n, self.stages)
+            return step(n, {name: getattr(smem, name).at[slot] for name in self.tiles}, carry)
+
+        for n in range(self.stages - 1):
+            fetch(n)
+        return lax.fori_loop(0, count, run, carry)
+
+
+def copy_to_tile(source: Any, into: Any) -> None:
+    """Has the lanes start to copy a tile, or rows of fp32."""
+    if into.dtype.itemsize == 2:
+        start_tile_copy(source, into)
+    else:
+        start_copy(source, into, None)
 
 
 def start_tile_copy(source: Any, into: Any) -> None:
@@ -140,14 +226,19 @@ def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
     store(ref, v)
 
 
-def store_matrix(ref: Any, v: jax.Array) -> None:
-    """Stores (64, n), fp32, to a matrix of fp32 or 16-bit elements in global memory."""
+def store_matrix(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
+    """Stores (64, n), fp32, to a matrix of its shape, in fp32 or 16 bits, or transposed in fp32."""
     if interpreted():
-        ref[...] = v.astype(ref.dtype)
+        ref[...] = (v.T if transposed else v).astype(ref.dtype)
         return
 
     @inline_mlir(REF, TILE)
     def store(ref: Any, v: Any) -> None:
+        if transposed:
+            for (k, half), register in np.ndenumerate(v.registers.reshape(-1, 2)):
+                for n, to in enumerate(_column_of_lane(ref, k, half)):
+                    llvm.store(element(register, n), to, alignment=4)
+            return
         lane, stride = _lane(), ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
         bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
         row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
@@ -162,6 +253,39 @@ def store_matrix(ref: Any, v: jax.Array) -> None:
             )
 
     store(ref, v)
+
+
+def load_transposed(ref: Any) -> jax.Array:
+    """Loads (64, n) from a matrix (n, 64), fp32."""
+    if interpreted():
+        return ref[...].T
+    n, f32 = ref.shape[0], jnp.float32
+
+    @inline_mlir(REF, returns=tile_type((ACCUMULATOR_ROWS, n), f32))
+    def load(ref: Any) -> Any:
+        kind = ir.F32Type.get()
+        values = [[None] * 4 for _ in range(n // UNIT)]
+        for k in range(n // UNIT):
+            for half in range(2):
+                for m, address in enumerate(_column_of_lane(ref, k, half)):
+                    values[k][2 * half + m] = llvm.load(kind, address, alignment=4)
+        return _fragmented(values, mgpu.WGMMA_LAYOUT.registers_shape((ACCUMULATOR_ROWS, n)))
+
+    return load(ref)
+
+
+def _column_of_lane(ref: Any, k: int, half: int) -> list[Any]:
+    """Where a lane's pair of (64, n) lies in (n, 64): register `half` of the `k`-th 8 columns."""
+    stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+    lane = arith.remui(mgpu_utils.thread_idx(), i32(LANES))
+    bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
+    row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
+    column = arith.muli(bits(0, 2), i32(2 * stride))
+    start = mgpu_utils.getelementptr(
+        mgpu_utils.memref_ptr(ref), [arith.addi(row, column)], _dtype(ref)
+    )
+    offsets = (8 * half + (8 * k + m) * stride for m in range(2))
+    return [mgpu_utils.getelementptr(start, [at], _dtype(ref)) for at in offsets]
 
 
 def multiply(
@@ -244,6 +368,54 @@ class _Left:
         return [_bits(_narrowed(v, self._dtype)) for v in pairs]
 
 
+def invert_unit_lower(lower: Any, into: Any) -> None:
+    """Stores the inverses of two matrices that are `lower` below a diagonal of ones.
+
+    By substitution in fp32. A lane has a column of one of them, all of it in registers.
+
+    Args:
+      lower: (2, 64, 64), fp32 in shared memory; what is not below the diagonal is not read.
+      into: (2, 64, 64) in global memory, 16 bits.
+    """
+    n = lower.shape[-1]
+    if interpreted():
+        ones = jnp.eye(n, dtype=jnp.float32)
+        tril = jnp.tril(lower[...], -1) + ones
+        inverse = jax.scipy.linalg.solve_triangular(
+            tril, jnp.broadcast_to(ones, tril.shape), lower=True, unit_diagonal=True
+        )
+        into[...] = inverse.astype(into.dtype)
+        return
+
+    @inline_mlir(REF, REF)
+    def invert(lower: Any, into: Any) -> None:
+        f32, lane = ir.F32Type.get(), arith.remui(mgpu_utils.thread_idx(), i32(LANES))
+        matrix, column = arith.divui(lane, i32(n)), arith.remui(lane, i32(n))
+        start = mgpu_utils.getelementptr(
+            mgpu_utils.memref_ptr(lower), [arith.muli(matrix, i32(n * n))], f32
+        )
+        offset = arith.addi(arith.muli(matrix, i32(n * n)), column)
+        to = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(into), [offset], _dtype(into))
+        quad, contract = ir.VectorType.get((4,), f32), arith.FastMathFlags.contract
+        zero, one = arith.constant(f32, 0.0), arith.constant(f32, 1.0)
+        found = []
+        for i in range(n):
+            own = arith.cmpi(arith.CmpIPredicate.eq, column, i32(i))
+            sums = [arith.select(own, one, zero), zero, zero, zero]
+            for m in range(0, i, 4):
+                at = mgpu_utils.getelementptr(start, [i * n + m], f32)
+                row = llvm.load(quad, at, alignment=VECTOR_BYTES)
+                for k in range(min(4, i - m)):
+                    product = arith.mulf(element(row, k), found[m + k], fastmath=contract)
+                    sums[k] = arith.subf(sums[k], product, fastmath=contract)
+            add = lambda a, b: arith.addf(a, b, fastmath=contract)
+            found.append(add(add(sums[0], sums[1]), add(sums[2], sums[3])))
+            address = mgpu_utils.getelementptr(to, [i * n], _dtype(into))
+            llvm.store(arith.truncf(_dtype(into), found[-1]), address, alignment=2)
+
+    invert(lower, into)
+
+
 def _mma(name: str, acc: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     """16 × 8 sums of a warp, four of a lane, with 16 products added to each."""
     f32 = ir.F32Type.get()
@@ -302,7 +474,7 @@ def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
     modulo 8: its units are at constant distances.
     """
     (rows, width), lane = ir.MemRefType(tile.type).shape, _lane()
-    stride = ir.MemRefType(outside.type).get_strides_and_offset()[0][0]
+    stride, own = (ir.MemRefType(v.type).get_strides_and_offset()[0][0] for v in (outside, tile))
     units = width // UNIT
     apart = LANES // units  # rows from one unit of a lane to its next
     assert LANES % units == 0, width
@@ -310,9 +482,9 @@ def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
     unit, row = arith.remui(lane, i32(units)), arith.divui(lane, i32(units))
     swapped = arith.xori(unit, arith.andi(row, i32(UNITS - 1)))
     there = arith.addi(arith.muli(row, i32(stride)), arith.muli(unit, i32(UNIT)))
-    here = arith.addi(arith.muli(row, i32(width)), arith.muli(swapped, i32(UNIT)))
+    here = arith.addi(arith.muli(row, i32(own)), arith.muli(swapped, i32(UNIT)))
     for first in range(0, rows, apart):
-        yield arith.addi(there, i32(first * stride)), arith.addi(here, i32(first * width))
+        yield arith.addi(there, i32(first * stride)), arith.addi(here, i32(first * own))
 
 
 def _lane() -> Any:

@@ -61,6 +61,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import segments
 from jaxkern.ops.delta_rule import devices
+from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_fwd, unsupported
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
     Tokens,
@@ -187,7 +188,8 @@ def gated_delta_rule(
         rank = segments.numbers(ids, over)
         crossed = None if count is None else segments.crossings(ids, count)
     reason = unfit(**dict(zip(_FLOATING, (*args, initial_state), strict=True)))
-    resolve(implementation, reason or _NO_KERNELS, op="gated_delta_rule")
+    if reason is None and implementation == "mosaic":
+        reason = unsupported(count, *_by_group((*args, None), 2)[:4])
     mode = resolve(implementation, reason, op="gated_delta_rule")
     options = DeltaRuleOptions(
         return_final_state,
@@ -288,21 +290,30 @@ def _arguments(options: DeltaRuleOptions) -> tuple[str, ...]:
 
 _STATES = "b l g r k v"
 
+
+def _unfit(options: DeltaRuleOptions, q, k, v, g, *rest) -> str | None:
+    return unsupported(options.num_segments, q, k, v, g)
+
+
 FORWARD = KernelPass(
     "gated_delta_rule_fwd",
+    kernel=launch_fwd,
     reference=reference_fwd,
     ins=_arguments,
     outs=lambda options: (_VALUES, _ends(options), _STATES),
     whole="l k v s .0",
     sequence=devices.forward,
+    unfit=_unfit,
 )
 BACKWARD = KernelPass(
     "gated_delta_rule_bwd",
+    kernel=launch_bwd,
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), _STATES, _VALUES, _ends(options)),
     outs=_arguments,
     whole="l k v s .0",
     sequence=devices.backward,
+    unfit=_unfit,
 )
 PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot split
     "gated_delta_rule",

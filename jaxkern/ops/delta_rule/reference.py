@@ -152,8 +152,13 @@ class Tokens(NamedTuple):
 def queries_and_keys(options: DeltaRuleOptions, q: jax.Array, k: jax.Array) -> tuple[Any, Any]:
     """q by the scale, and k; of length 1 if asked for."""
     if options.qk_l2norm:
-        q, k = (x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS) for x in (q, k))
+        q, k = unit_length(q), unit_length(k)
     return options.scale * q, k
+
+
+def unit_length(x: jax.Array) -> jax.Array:
+    """`x` divided by its length along the last axis."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + NORM_EPS)
 
 
 def _sums(which: jax.Array, g: jax.Array) -> jax.Array:
@@ -301,10 +306,13 @@ def reference_fwd(
 def reference_bwd(
     options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
 ) -> tuple[Any, ...]:
-    """The gradients; those of q, k and the initial state in fp32."""
+    """The gradients; that of the initial state and, where several heads share them, of q and k in
+    fp32."""
     tokens, given = Tokens.of(q, k, v, g, beta), (rank, crossed, states, dout, dfinal)
-    dtokens, _, dinitial = scan_bwd(options, tokens, None, initial_state, *given)
-    return *dtokens, dinitial, None, None
+    (dq, dk, *others), _, dinitial = scan_bwd(options, tokens, None, initial_state, *given)
+    if v.shape[3] == 1:
+        dq, dk = dq.astype(q.dtype), dk.astype(k.dtype)
+    return dq, dk, *others, dinitial, None, None
 
 
 def reference_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[jax.Array, ...]:

@@ -66,6 +66,7 @@ from jaxkern.mosaic.wgmma import (
     to_fp32,
     with_accumulators,
 )
+from jaxkern.ops.chunks import unless_finite
 from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.forward import launch_carry, launch_fwd, part_starts
 from jaxkern.ops.ssd.inputs import (
@@ -82,7 +83,6 @@ from jaxkern.ops.ssd.inputs import (
     plain_step_grads,
     state_ranges,
     sum_of,
-    unless_finite,
     where_segments_begin,
 )
 from jaxkern.ops.ssd.reference import SsdOptions, reference_bwd

@@ -48,6 +48,7 @@ from jaxkern.mosaic.wgmma import (
     to_fp32,
     with_accumulators,
 )
+from jaxkern.ops.chunks import unless_finite
 from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.inputs import (
@@ -57,7 +58,6 @@ from jaxkern.ops.ssd.inputs import (
     joined,
     of_range,
     state_ranges,
-    unless_finite,
 )
 from jaxkern.ops.ssd.reference import (
     SsdOptions,

@@ -12,7 +12,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -426,42 +426,3 @@ def where_segments_begin(rank: jax.Array, value: float, a: jax.Array) -> jax.Arr
 def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
     """`a`, with decays of 0 between segments: to the kernels all tokens are of one segment."""
     return where_segments_begin(rank, least_log_decay(a.dtype), a)
-
-
-def unless_finite(
-    checked: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
-    """`results`, or ``plain(*args)`` if one of the arrays `checked` has NaN or ∞.
-
-    A decay of 0 keeps numbers from the segments after, but not NaN. The kernels' states and their
-    gradients show it, as it stays in them. `plain` takes a batch row at a time: its memory is
-    reserved even where it never runs. A loop that runs at most once hands `results` on where they
-    lie, which a conditional would copy. What goes into it is flat: arrays of more axes XLA would
-    transpose for `plain`, where it does not run, too.
-
-    Args:
-      checked: a list of arrays.
-      results: a tuple of arrays or ``None``.
-      plain: gives what `results` holds, if wider; but for `D`, its arguments have a batch.
-      args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
-    """
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in checked]))
-    flat = lambda tree: jax.tree.map(jnp.ravel, tree)
-    shaped = lambda tree, like: jax.tree.map(lambda v, of: v.reshape(of.shape), tree, like)
-    given = flat(args)
-
-    def run(_: Any) -> Any:
-        whole = shaped(lax.optimization_barrier(given), args)
-        (*before, D), after = whole[:6], whole[6:]
-
-        def of_row(row: Any) -> Any:
-            before, after = jax.tree.map(lambda v: v[None], row)
-            outs = plain(*before, D, *after)
-            return tuple(v if v is None or i == 5 else v[0] for i, v in enumerate(outs))
-
-        outs = lax.map(of_row, (before, after))
-        outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
-        rounded = jax.tree.map(lambda v, like: v.astype(like.dtype), tuple(outs), results)
-        return jnp.bool_(True), flat(rounded)
-
-    return shaped(lax.while_loop(lambda state: ~state[0], run, (finite, flat(results)))[1], results)

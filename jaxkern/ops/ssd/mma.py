@@ -28,7 +28,6 @@ so the sums end with the step: what is carried past it is added as one number.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,8 +38,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import LANES, launch_named, shared_memory
+from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.mma import (
+    TileRing,
+    accumulator,
     load_left,
     multiply,
     start_tile_copy,
@@ -49,7 +50,7 @@ from jaxkern.mosaic.mma import (
     write_tile,
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
-from jaxkern.mosaic.ring import close_copies, start_copy, wait_for_copy
+from jaxkern.mosaic.ring import close_copies, wait_for_copy
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -78,78 +79,16 @@ from jaxkern.ops.ssd.tiles import (
     of_step,
 )
 
-BLOCKS = 2
-"""Blocks of a multiprocessor, for whose registers the kernels are made: of 255 a lane."""
 HALVES = ((0, 0), (1, 0), (1, 1))
 """The halves i and j of a chunk in each block of dS, those on and below the diagonal."""
 PART = 16
 """States whose products are added to dB and dC at once."""
 
 
-def _zeros(columns: int) -> Any:
-    """(64, columns), an accumulator."""
-    return plgpu.layout_cast(jnp.zeros((STEP, columns), jnp.float32), TILE)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ring:
-    """Stages of shared memory that the lanes fill ahead.
-
-    Attributes:
-      tiles: shape of each array's stage.
-      stages: two where a multiprocessor then still has room for `BLOCKS` blocks, else one.
-    """
-
-    tiles: dict[str, tuple[int, ...]]
-    stages: int
-
-    @classmethod
-    def of(cls, other: int, **tiles: tuple[int, ...]) -> "_Ring":
-        """A ring beside `other` bytes of shared memory."""
-        size = sum(2 * rows * columns for rows, columns in tiles.values()) + 8 * CHUNK
-        return cls(tiles, 2 if BLOCKS * (2 * size + other + 1024) <= shared_memory() else 1)
-
-    def scratch(self, dtype: Any) -> dict[str, Any]:
-        steps = plgpu.SMEM((self.stages, 2, CHUNK), jnp.float32)
-        of_tile = lambda shape: plgpu.SMEM((self.stages, *shape), dtype)
-        return {name: of_tile(shape) for name, shape in self.tiles.items()} | {"steps": steps}
-
-    def loop(
-        self, smem: Any, count: Any, sources: Callable[[Any], dict[str, Any]], step: Any, carry: Any
-    ) -> Any:
-        """Runs ``carry = step(n, stage, carry)`` for n below `count`; `stage` has the tiles.
-
-        Args:
-          smem: of :meth:`scratch`.
-          sources: parts of the arrays in global memory for step n, and of "steps".
-        """
-
-        def fetch(n: Any) -> None:
-            slot = lax.rem(n, self.stages)
-
-            @pl.when(n < count)
-            def _() -> None:
-                for name, source in sources(n).items():
-                    start = start_tile_copy if name in self.tiles else _start_copy
-                    start(source, getattr(smem, name).at[slot])
-
-            close_copies(True)
-
-        def run(n: Any, carry: Any) -> Any:
-            sync_warpgroup()  # all warps are done with the stage that comes next
-            fetch(n + self.stages - 1)
-            wait_for_copy(None, self.stages - 1)
-            slot = lax.rem(n, self.stages)
-            names = (*self.tiles, "steps")
-            return step(n, {name: getattr(smem, name).at[slot] for name in names}, carry)
-
-        for n in range(self.stages - 1):
-            fetch(n)
-        return lax.fori_loop(0, count, run, carry)
-
-
-def _start_copy(source: Any, into: Any) -> None:
-    start_copy(source, into, None)
+def _ring(other: int, dtype: Any, **tiles: tuple[int, ...]) -> TileRing:
+    """A ring of tiles, and of the step sizes of a chunk, beside `other` bytes of shared memory."""
+    of_tiles = {name: (shape, dtype) for name, shape in tiles.items()}
+    return TileRing.of(other, of_tiles | {"steps": ((2, CHUNK), jnp.float32)})
 
 
 def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
@@ -174,8 +113,8 @@ def launch_fwd(scan: SsdTile, ins: dict[str, Any], outs: dict[str, Any]) -> dict
     tiles = {"x": (STEP, SLICE), "B": (STEP, N), "C": (STEP, N)}
     if ins["z"] is not None:
         tiles["z"] = STEP, SLICE
-    ring = _Ring.of(2 * STEP * STEP, **tiles)
-    scratch = ring.scratch(dtype) | {"M": plgpu.SMEM((STEP, STEP), dtype)}
+    ring = _ring(2 * STEP * STEP, dtype, **tiles)
+    scratch = ring.scratch() | {"M": plgpu.SMEM((STEP, STEP), dtype)}
     return _launch(
         lambda refs, smem: _Forward(scan, ring, refs, smem, SsdUnit(scan, 0)).run(),
         *("ssd_mma_fwd", ins, outs, scratch, scan.grid),
@@ -187,7 +126,7 @@ class _Sequence:
     """A block that goes through the tokens of a unit."""
 
     scan: SsdTile
-    ring: _Ring
+    ring: TileRing
     refs: Any
     smem: Any
     at: SsdUnit
@@ -248,7 +187,7 @@ class _Forward(_Sequence):
                 lambda: self.save(self.refs.states, lax.div(t, every), h)
             )
         S, y = multiply(  # (j, i) and (p, i)
-            [_zeros(STEP)] * 2, [stage["B"], h], stage["C"], transposed=True
+            [accumulator(STEP)] * 2, [stage["B"], h], stage["C"], transposed=True
         )
         c, s = decays.sums(COLUMNS), decays.sizes(COLUMNS)
         exponents = over_columns(c, STEP) - over_rows(decays.sums(ROWS), STEP)
@@ -282,7 +221,7 @@ def launch_carry(
 ) -> tuple[Any, Any]:
     """As :func:`jaxkern.ops.ssd.forward.launch_carry`; states of all chunks are saved or none."""
     scan = dataclasses.replace(scan, warpgroups=1)
-    ring = _Ring.of(0, tokens=(STEP, SLICE), weights=(STEP, scan.states))
+    ring = _ring(0, tokens.dtype, tokens=(STEP, SLICE), weights=(STEP, scan.states))
     state = scan.heads, scan.channels, scan.states
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)
     results = _launch(
@@ -293,7 +232,7 @@ def launch_carry(
             "states": like(scan.chunks, tokens.dtype) if scan.every else None,
             "final": like(scan.parts, jnp.float32),
         },
-        ring.scratch(tokens.dtype),
+        ring.scratch(),
         scan.grid,
     )
     return results["states"], results["final"]
@@ -377,7 +316,7 @@ def _launch_own(scan: SsdTile, arrays: Any, dy: Any, ends: Any) -> dict[str, Any
     dtype, N, f32 = dy.dtype, scan.states, jnp.float32
     like = jax.ShapeDtypeStruct
     tiles = {"x": (STEP, SLICE), "dy": (STEP, SLICE), "B": (STEP, N), "C": (STEP, N)}
-    ring = _Ring.of(2 * STEP * STEP + 4 * WARPS * STEP, **tiles)
+    ring = _ring(2 * STEP * STEP + 4 * WARPS * STEP, dtype, **tiles)
     of_heads = arrays.D is not None and arrays.D.ndim == 1
     units = scan.heads * scan.slices
     results = _launch(
@@ -400,7 +339,7 @@ def _launch_own(scan: SsdTile, arrays: Any, dy: Any, ends: Any) -> dict[str, Any
             "carried": like((scan.batch, units, scan.chunks * STEPS, LANES), f32),
             "skip": like((scan.batch, scan.parts, units, LANES), f32) if of_heads else None,
         },
-        ring.scratch(dtype)
+        ring.scratch()
         | {"M": plgpu.SMEM((STEP, STEP), dtype), "columns": plgpu.SMEM((WARPS, STEP), f32)},
         scan.grid,
     )
@@ -443,7 +382,7 @@ class _Backward(_Sequence):
         save = lambda: self.save(refs.after, chunk, dh)
         pl.when(lax.rem(t, STEPS) == STEPS - 1)(save)
         S, u = multiply(  # (i, j) and (p, j)
-            [_zeros(STEP)] * 2, [stage["C"], dh], stage["B"], transposed=True
+            [accumulator(STEP)] * 2, [stage["C"], dh], stage["B"], transposed=True
         )
         c, s = decays.sums(COLUMNS), decays.sizes(COLUMNS)
         exponents = over_rows(decays.sums(ROWS), STEP) - over_columns(c, STEP)
@@ -538,7 +477,7 @@ def _launch_outer(
       (B, L, G, N) and (B, units, chunks, CHUNK), in fp32.
     """
     scan, dtype, N = tile.scan, tokens.dtype, tile.scan.states
-    ring = _Ring.of(2 * CHUNK * N, tokens=(CHUNK, SLICE), states=(SLICE, N))
+    ring = _ring(2 * CHUNK * N, dtype, tokens=(CHUNK, SLICE), states=(SLICE, N))
     like, f32 = jax.ShapeDtypeStruct, jnp.float32
     parts = range(0, N, PART)
 
@@ -561,10 +500,10 @@ def _launch_outer(
                     weight = jnp.exp2(stage["steps"][0, CHUNK - 1] - c) * sizes
                 own = to_fp32(load_left(stage["tokens"].at[_half(half)]))
                 lefts.append((own * over_rows(weight, SLICE)).astype(dtype))
-            shares = [_zeros(PART)] * STEPS
+            shares = [accumulator(PART)] * STEPS
             ended = []
             for k, first in enumerate(parts):
-                found = multiply([_zeros(PART)] * STEPS, lefts, stage["states"], first=first)
+                found = multiply([accumulator(PART)] * STEPS, lefts, stage["states"], first=first)
                 for half, v in enumerate(found):
                     weight = load_left(smem.weights.at[_half(half)], columns=(first, PART))
                     shares[half] = shares[half] + v * to_fp32(weight)
@@ -574,7 +513,7 @@ def _launch_outer(
                 to.at[_half(half)][...] = jnp.sum(share, axis=1)
             return ended
 
-        begin = [[_zeros(PART)] * STEPS for _ in parts]
+        begin = [[accumulator(PART)] * STEPS for _ in parts]
         ended = ring.loop(smem, at.count, sources, step, begin)
         for first, halves in zip(parts, ended, strict=True):
             for half, v in enumerate(halves):
@@ -589,7 +528,7 @@ def _launch_outer(
             "sums": like((tile.splits, *weights.shape), f32),
             "shares": like((scan.batch, scan.heads * scan.slices, scan.chunks, CHUNK), f32),
         },
-        ring.scratch(dtype) | {"weights": plgpu.SMEM((CHUNK, N), dtype)},
+        ring.scratch() | {"weights": plgpu.SMEM((CHUNK, N), dtype)},
         tile.grid,
     )
     return results["sums"].sum(0), results["shares"]
@@ -601,7 +540,7 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
     The latter is (B, units, chunks, blocks, STEP), for the rows of each block in `HALVES`.
     """
     scan, dtype, N = tile.scan, dy.dtype, tile.scan.states
-    ring = _Ring.of(4 * STEP * N, x=(STEP, SLICE), dy=(STEP, SLICE))
+    ring = _ring(4 * STEP * N, dtype, x=(STEP, SLICE), dy=(STEP, SLICE))
     like, f32 = jax.ShapeDtypeStruct, jnp.float32
 
     def kernel(refs: Any, smem: Any) -> None:
@@ -611,7 +550,7 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
         start_tile_copy(at.weights(refs.B, earlier * STEP, STEP), smem.B)
         close_copies(True)
         wait_for_copy(None, 0)
-        (S,) = multiply([_zeros(STEP)], [smem.C], smem.B, transposed=True)  # (i, j)
+        (S,) = multiply([accumulator(STEP)], [smem.C], smem.B, transposed=True)  # (i, j)
         diagonal = later == earlier
 
         def sources(n: Any) -> dict[str, Any]:
@@ -625,7 +564,7 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
             load = lambda k, half, layout: plgpu.load(
                 stage["steps"].at[k, _half(half)], layout=layout
             )
-            (dM,) = multiply([_zeros(STEP)], [stage["dy"]], stage["x"], transposed=True)
+            (dM,) = multiply([accumulator(STEP)], [stage["dy"]], stage["x"], transposed=True)
             exponents = over_rows(load(0, later, ROWS), STEP)
             exponents = exponents - over_columns(load(0, earlier, COLUMNS), STEP)
             decay = jnp.exp2(jnp.where(diagonal, causal(exponents), exponents))
@@ -635,7 +574,7 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
             to[...] = jnp.sum(dM * to_fp32(M), axis=1)
             return dS + dM * decay
 
-        dS = ring.loop(smem, at.count, sources, step, _zeros(STEP))
+        dS = ring.loop(smem, at.count, sources, step, accumulator(STEP))
         refs.dS.at[at.split, at.batch, at.chunk, at.group, at.kind][...] = dS
 
     results = _launch(
@@ -650,7 +589,7 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
                 (scan.batch, scan.heads * scan.slices, scan.chunks, len(HALVES), STEP), f32
             ),
         },
-        ring.scratch(dtype) | {name: plgpu.SMEM((STEP, N), dtype) for name in ("B", "C")},
+        ring.scratch() | {name: plgpu.SMEM((STEP, N), dtype) for name in ("B", "C")},
         tile.grid * len(HALVES),
     )
     dS = results["dS"].sum(0).astype(dtype)

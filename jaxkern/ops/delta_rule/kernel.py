@@ -1,0 +1,661 @@
+"""The kernels of the gated delta rule with decays of heads, in blocks of one warpgroup.
+
+They multiply by mma.sync (:mod:`jaxkern.mosaic.mma`), and so run on every GPU from Ampere on. In a
+chunk of CHUNK tokens, with c[i] = g[0] + … + g[i], E = exp(c), D[i,j] = exp(c[i] − c[j]) for j ≤ i,
+and S, (K, V), the state before it:
+
+    A = strict(β ∘ K Kᵀ ∘ D),  T = (I + A)⁻¹,  P = Q Kᵀ ∘ D
+    X = β ∘ (V − E ∘ (K S)),  U = T X
+    O = scale · (E ∘ (Q S) + P U)
+    S ← exp(c[last]) · S + (left ∘ K)ᵀ U,  left = exp(c[last] − c)
+
+`pairs` finds T and P of each chunk, T by substitution in fp32: a lane has a column. The scan goes
+through the chunks with Sᵀ of SLICE value channels in registers. Everything is transposed there,
+(SLICE, …), so that each product leaves what the next one multiplies in the registers of its lane:
+
+    (K S)ᵀ = Sᵀ Kᵀ → Xᵀ → Uᵀ = Xᵀ Tᵀ → Oᵀ += Uᵀ Pᵀ,  Sᵀ += (left ∘ U)ᵀ K
+
+Backward, for dO, by then times scale, and dS of the state after a chunk:
+
+    dU = Pᵀ dO + left ∘ (K dS),  Y = Tᵀ dU
+    dS ← exp(c[last]) · dS + (E ∘ Q)ᵀ dO − (β E ∘ K)ᵀ Y
+
+in the same way, from the end to the start. The states and U are found once more from the states
+that the forward saved. With these chunks are independent: dV = β Y, and with the products
+
+    dA = −strict(Y Uᵀ),  dP = tril(dO Uᵀ),  W = E ∘ (Y Sᵀ),  Z = left ∘ (U dSᵀ)
+
+    dQ = E ∘ (dO Sᵀ) + (dP ∘ D) K
+    dK = Z − β W + (dP ∘ D)ᵀ Q + (F + Fᵀ) K,  F = dA ∘ β ∘ D
+    dβ = Y · V − K · W + rows(dA ∘ K Kᵀ ∘ D)
+    dc = Q · (E ∘ dO Sᵀ) − β K · W − K · Z + (rows − columns)(F ∘ K Kᵀ + dP ∘ P)
+
+and dc[last] has the sum of K · Z and exp(c[last]) · S · dS besides; dg[t] is the sum of dc from t
+on.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
+from jaxkern.mosaic.mma import (
+    TileRing,
+    accumulator,
+    copy_to_tile,
+    invert_unit_lower,
+    load_left,
+    load_transposed,
+    multiply,
+    store_matrix,
+    store_tile,
+    write_tile,
+)
+from jaxkern.mosaic.registers import zeros as lane_zeros
+from jaxkern.mosaic.ring import close_copies, wait_for_copy
+from jaxkern.mosaic.wgmma import (
+    COLUMNS,
+    ROWS,
+    WARPS,
+    causal,
+    lane_sums,
+    over_columns,
+    over_rows,
+    store_column_sums,
+    to_fp32,
+)
+from jaxkern.ops import segments
+from jaxkern.ops.chunks import least_log_decay, unless_finite
+from jaxkern.ops.delta_rule.reference import (
+    SAVED_EVERY,
+    DeltaRuleOptions,
+    reference_bwd,
+    reference_fwd,
+    unit_length,
+)
+
+CHUNK = 64
+"""Tokens of a chunk: the rows of an accumulator."""
+SLICE = 64
+"""Value channels of a block that scans."""
+KEYS = 64
+"""Key channels that are padded to, and whose gradients are found at once."""
+MOST_KEYS = 128
+"""The most key channels: the state of a block is (SLICE, K) in registers."""
+PAIR = 2
+"""Chunks of a block that inverts: it has a lane for each column of both."""
+SAVED = SAVED_EVERY // CHUNK
+"""Chunks from one saved state to the next."""
+
+BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
+
+
+def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str | None:
+    """Why the kernels cannot take such arrays, or ``None``."""
+    if num_segments is not None:
+        return "it has num_segments, and the kernels keep one state of a row, not its segments'"
+    if g is not None and g.ndim == 5:
+        return "g is of channels, and the kernels take decays of heads"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, and the kernels take bfloat16"
+    if q.shape[-1] > MOST_KEYS:
+        return f"q has {q.shape[-1]} channels a head, and the kernels take at most {MOST_KEYS}"
+    return None
+
+
+def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
+    return launch_named(
+        kernel,
+        ins,
+        outs,
+        scratch,
+        grid=(grid,),
+        grid_names=(BLOCK,),
+        num_threads=1,
+        thread_name=WARPGROUP,
+        kernel_name=f"gated_delta_rule_{name}",
+        approx_math=True,
+        sums_across_warps=False,
+    )
+
+
+def _padded(v: Any, axis: int, size: int) -> Any:
+    if v is None or v.shape[axis] == size:
+        return v
+    widths = [(0, 0)] * v.ndim
+    widths[axis] = (0, size - v.shape[axis])
+    return jnp.pad(v, widths)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+class _Call:
+    """A call's arrays as the kernels take them: in whole chunks and tiles.
+
+    Attributes:
+      q, k: (B, L, G, K); v: (B, L, H, V).
+      steps: (B, H, chunks, 2, CHUNK), fp32, c · log2(e) of each chunk, and beta.
+    """
+
+    def __init__(self, options: DeltaRuleOptions, q: Any, k: Any, v: Any, g: Any, beta: Any):
+        self.batch, self.length, self.groups, self.rank, self.channels = v.shape
+        self.key_channels = q.shape[-1]
+        self.heads = self.groups * self.rank
+        self.keys, self.values = _up(self.key_channels, KEYS), _up(self.channels, SLICE)
+        self.tokens = _up(self.length, PAIR * CHUNK)
+        self.chunks, self.slices = self.tokens // CHUNK, self.values // SLICE
+        if options.qk_l2norm:
+            q, k = (unit_length(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
+        self.q, self.k = (_padded(_padded(x, 1, self.tokens), 3, self.keys) for x in (q, k))
+        self.v, self.scale = self.of_values(v), options.scale
+        of_tokens = v.shape[:-1]
+        g = jnp.zeros(of_tokens, jnp.float32) if g is None else g.astype(jnp.float32)
+        beta = jnp.ones(of_tokens, jnp.float32) if beta is None else beta.astype(jnp.float32)
+        steps = jnp.stack([g * LOG2E, beta], axis=-1).reshape(*v.shape[:2], self.heads, 2)
+        steps = _padded(steps, 1, self.tokens)
+        steps = steps.reshape(self.batch, self.chunks, CHUNK, self.heads, 2).transpose(
+            0, 3, 1, 4, 2
+        )
+        self.steps = steps.at[..., 0, :].set(jnp.cumsum(steps[..., 0, :], axis=-1))
+
+    def of_values(self, v: Any) -> Any:
+        """(B, L, H, V) of (B, L, G, R, V)."""
+        v = v.reshape(*v.shape[:2], self.heads, self.channels)
+        return _padded(_padded(v, 1, self.tokens), 3, self.values)
+
+    def states(self, v: Any) -> Any:
+        """(…, H, K, V), fp32, of (…, G, R, K, V)."""
+        if v is None:
+            return None
+        v = v.astype(jnp.float32).reshape(*v.shape[:-4], self.heads, *v.shape[-2:])
+        return _padded(_padded(v, v.ndim - 2, self.keys), v.ndim - 1, self.values)
+
+    def cut_states(self, v: Any) -> Any:
+        v = v[..., : self.key_channels, : self.channels]
+        return v.reshape(*v.shape[:-3], self.groups, self.rank, *v.shape[-2:])
+
+    def cut_values(self, v: Any) -> Any:
+        v = v[:, : self.length, :, : self.channels]
+        return v.reshape(*v.shape[:2], self.groups, self.rank, self.channels)
+
+    def cut_steps(self, v: Any) -> Any:
+        """(B, L, G, R) of (B, H, chunks, CHUNK)."""
+        v = v.transpose(0, 2, 3, 1).reshape(self.batch, self.tokens, self.heads)
+        return v[:, : self.length].reshape(self.batch, self.length, self.groups, self.rank)
+
+    def cut_keys(self, v: Any, dtype: Any) -> Any:
+        """(B, L, G, K) of what each head has, (B, L, H, K)."""
+        v = v[:, : self.length, :, : self.key_channels]
+        v = v.reshape(*v.shape[:2], self.groups, self.rank, v.shape[-1])
+        return v[:, :, :, 0] if self.rank == 1 else v.astype(dtype).sum(3)
+
+    def squares(self) -> Any:
+        """The type of T and of P."""
+        shape = self.batch, self.heads, self.chunks, CHUNK, CHUNK
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def states_like(self, count: int) -> Any:
+        shape = self.batch, count, self.heads, self.keys, self.values
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def turned_like(self) -> Any:
+        """The type of transposed states of all chunks, in 16 bits."""
+        shape = self.batch, self.chunks, self.heads, self.values, self.keys
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+class _At:
+    """The coordinates of a block, of `counts` of something beside heads and batch rows.
+
+    What comes first in `counts` has consecutive blocks.
+    """
+
+    def __init__(self, call: _Call, *counts: int):
+        rest, self.own = lax.axis_index(BLOCK), []
+        for count in counts:
+            self.own.append(lax.rem(rest, count))
+            rest = lax.div(rest, count)
+        self.head, self.batch = lax.rem(rest, call.heads), lax.div(rest, call.heads)
+        self.group = lax.div(self.head, call.rank)
+
+    def keys(self, ref: Any, chunk: Any) -> Any:
+        """(CHUNK, K) of q or k."""
+        return ref.at[self.batch, _tokens(chunk), self.group]
+
+    def values(self, ref: Any, chunk: Any, part: Any) -> Any:
+        """(CHUNK, SLICE) of v and what has its shape."""
+        return ref.at[self.batch, _tokens(chunk), self.head, pl.ds(part * SLICE, SLICE)]
+
+    def square(self, ref: Any, chunk: Any) -> Any:
+        """Steps, T or P of a chunk."""
+        return ref.at[self.batch, self.head, chunk]
+
+    def state(self, ref: Any, index: Any, part: Any) -> Any:
+        """(K, SLICE) of states."""
+        return ref.at[self.batch, index, self.head, :, pl.ds(part * SLICE, SLICE)]
+
+
+def _tokens(chunk: Any) -> Any:
+    return pl.ds(chunk * CHUNK, CHUNK)
+
+
+def _load(steps: Any, row: int, layout: Any) -> Any:
+    return plgpu.load(steps.at[row], layout=layout)
+
+
+def _decays(steps: Any, *, strict: bool = False) -> Any:
+    """D, (CHUNK, CHUNK), or without its diagonal."""
+    c = over_rows(_load(steps, 0, ROWS), CHUNK) - over_columns(_load(steps, 0, COLUMNS), CHUNK)
+    return jnp.exp2(causal(c, first=1 if strict else 0))
+
+
+def _pairs(call: _Call) -> tuple[Any, Any]:
+    """T and P of all chunks, (B, H, chunks, CHUNK, CHUNK)."""
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = _At(call, call.chunks // PAIR)
+        first = at.own[0] * PAIR
+        for n in range(PAIR):
+            for name in ("q", "k"):
+                copy_to_tile(at.keys(getattr(refs, name), first + n), getattr(smem, name).at[n])
+            copy_to_tile(at.square(refs.steps, first + n), smem.steps.at[n])
+        close_copies(True)
+        wait_for_copy(None, 0)
+        for n in range(PAIR):
+            q, k, steps = (getattr(smem, name).at[n] for name in ("q", "k", "steps"))
+            of_keys, P = multiply([accumulator(CHUNK)] * 2, [k, q], k, transposed=True)
+            D = _decays(steps)
+            store_matrix(smem.A.at[n], of_keys * D * over_rows(_load(steps, 1, ROWS), CHUNK))
+            sync_warpgroup()  # all warps have read q
+            P_tile = q.at[:, pl.ds(0, CHUNK)]
+            store_tile(P_tile, (P * D).astype(q.dtype))
+        sync_warpgroup()
+        for n in range(PAIR):
+            write_tile(smem.q.at[n, :, pl.ds(0, CHUNK)], at.square(refs.P, first + n))
+        invert_unit_lower(smem.A, refs.T.at[at.batch, at.head, pl.ds(first, PAIR)])
+
+    of_keys = plgpu.SMEM((PAIR, CHUNK, call.keys), jnp.bfloat16)
+    scratch = {
+        "q": of_keys,
+        "k": of_keys,
+        "steps": plgpu.SMEM((PAIR, 2, CHUNK), jnp.float32),
+        "A": plgpu.SMEM((PAIR, CHUNK, CHUNK), jnp.float32),
+    }
+    ins = {"q": call.q, "k": call.k, "steps": call.steps}
+    outs = {"T": call.squares(), "P": call.squares()}
+    grid = call.batch * call.heads * call.chunks // PAIR
+    results = _launch(kernel, "pairs", ins, outs, scratch, grid)
+    return results["T"], results["P"]
+
+
+_BF16, _F32 = jnp.bfloat16, jnp.float32
+
+
+def _ring(call: _Call, other: int, *names: str) -> TileRing:
+    tiles = dict.fromkeys(names, ((CHUNK, CHUNK), _BF16))
+    tiles |= {name: ((CHUNK, call.keys), _BF16) for name in names if name in ("q", "k")}
+    return TileRing.of(other, tiles | {"steps": ((2, CHUNK), _F32)})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """A block that goes through chunks of SLICE value channels of a head."""
+
+    call: _Call
+    ring: TileRing
+    refs: Any
+    smem: Any
+    at: _At
+
+    def sources(self, chunk: Any, part: Any) -> dict[str, Any]:
+        """What the ring fetches for a chunk."""
+        of = {"q": self.at.keys, "k": self.at.keys}
+        of |= dict.fromkeys(("steps", "T", "P"), self.at.square)
+        values = lambda ref, chunk: self.at.values(ref, chunk, part)
+        return {
+            name: of.get(name, values)(getattr(self.refs, name), chunk) for name in self.ring.tiles
+        }
+
+    def loop(self, count: Any, number: Any, part: Any, step: Any, state: Any) -> Any:
+        return self.ring.loop(
+            self.smem,
+            count,
+            lambda n: self.sources(number(n), part),
+            lambda n, stage, state: step(number(n), stage, state),
+            state,
+        )
+
+
+def _first(ref: Any, at: _At, index: Any, part: Any, keys: int) -> Any:
+    """A transposed state, (SLICE, K), or zeros."""
+    return accumulator(keys) if ref is None else load_transposed(at.state(ref, index, part))
+
+
+def _new_values(stage: dict[str, Any], S: Any) -> Any:
+    """Uᵀ, (SLICE, CHUNK), from Sᵀ."""
+    steps = stage["steps"]
+    (read,) = multiply([accumulator(CHUNK)], [S], stage["k"], transposed=True)
+    E = over_columns(jnp.exp2(_load(steps, 0, COLUMNS)), SLICE)
+    v = to_fp32(load_left(stage["v"], transposed=True))
+    X = (v - read * E) * over_columns(_load(steps, 1, COLUMNS), SLICE)
+    return multiply([accumulator(CHUNK)], [X], stage["T"], transposed=True)[0]
+
+
+def _next_state(stage: dict[str, Any], S: Any, U: Any) -> Any:
+    steps = stage["steps"]
+    last = steps[0, CHUNK - 1]
+    left = jnp.exp2(last - _load(steps, 0, COLUMNS))
+    return multiply([S * jnp.exp2(last)], [U * over_columns(left, SLICE)], stage["k"])[0]
+
+
+def _launch_scan(call: _Call, initial: Any, T: Any, P: Any, *, save: bool) -> dict[str, Any]:
+    """The output, the final state and, to save, the states before every SAVED-th chunk."""
+    ring = _ring(call, 0, "q", "k", "v", "T", "P")
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = _At(call, call.slices)
+        (part,), scan = at.own, _Scan(call, ring, refs, smem, at)
+
+        def step(chunk: Any, stage: dict[str, Any], S: Any) -> Any:
+            if save:
+                to = at.state(refs.states, lax.div(chunk, SAVED), part)
+                pl.when(lax.rem(chunk, SAVED) == 0)(lambda: store_matrix(to, S, transposed=True))
+            (out,) = multiply([accumulator(CHUNK)], [S], stage["q"], transposed=True)
+            U = _new_values(stage, S)
+            out = out * over_columns(jnp.exp2(_load(stage["steps"], 0, COLUMNS)), SLICE)
+            (out,) = multiply([out], [U], stage["P"], transposed=True)
+            S = _next_state(stage, S, U)
+            sync_warpgroup()  # all warps have read v
+            store_tile(stage["v"], (out * call.scale).astype(_BF16), transposed=True)
+            sync_warpgroup()
+            write_tile(stage["v"], at.values(refs.out, chunk, part))
+            return S
+
+        S = _first(refs.initial, at, 0, part, call.keys)
+        S = scan.loop(call.chunks, lambda n: n, part, step, S)
+        store_matrix(at.state(refs.final, 0, part), S, transposed=True)
+
+    ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "T": T, "P": P}
+    outs = {
+        "out": jax.ShapeDtypeStruct(call.v.shape, _BF16),
+        "final": call.states_like(1),
+        "states": call.states_like(-(-call.chunks // SAVED)) if save else None,
+    }
+    grid = call.batch * call.heads * call.slices
+    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, ring.scratch(), grid)
+
+
+def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
+    """The transposed states before all chunks and U, in 16 bits, from those that were saved."""
+    ring = _ring(call, 0, "k", "v", "T")
+    parts = states.shape[1]
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = _At(call, call.slices, parts)
+        (part, index), scan = at.own, _Scan(call, ring, refs, smem, at)
+
+        def step(chunk: Any, stage: dict[str, Any], S: Any) -> Any:
+            to = refs.before.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+            store_matrix(to, S)
+            U = _new_values(stage, S)
+            S = _next_state(stage, S, U)
+            sync_warpgroup()
+            store_tile(stage["v"], U.astype(_BF16), transposed=True)
+            sync_warpgroup()
+            write_tile(stage["v"], at.values(refs.U, chunk, part))
+            return S
+
+        S = _first(refs.states, at, index, part, call.keys)
+        first = index * SAVED
+        count = jnp.minimum(SAVED, call.chunks - first)
+        scan.loop(count, lambda n: first + n, part, step, S)
+
+    ins = {"k": call.k, "v": call.v, "steps": call.steps, "T": T, "states": states}
+    outs = {"before": call.turned_like(), "U": jax.ShapeDtypeStruct(call.v.shape, _BF16)}
+    grid = call.batch * call.heads * call.slices * parts
+    results = _launch(kernel, "states", ins, outs, ring.scratch(), grid)
+    return results["before"], results["U"]
+
+
+def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any, P: Any) -> dict[str, Any]:
+    """dS after each chunk, transposed, and Y, in 16 bits; dV, and dS before the first chunk."""
+    ring = _ring(call, 2 * CHUNK * SLICE, "q", "k", "dout", "T", "P")
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = _At(call, call.slices)
+        (part,), scan = at.own, _Scan(call, ring, refs, smem, at)
+
+        def step(chunk: Any, stage: dict[str, Any], dS: Any) -> Any:
+            to = refs.after.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+            store_matrix(to, dS)
+            steps = stage["steps"]
+            c, beta = _load(steps, 0, COLUMNS), over_columns(_load(steps, 1, COLUMNS), SLICE)
+            last, E = steps[0, CHUNK - 1], over_columns(jnp.exp2(c), SLICE)
+            (dU,) = multiply([accumulator(CHUNK)], [dS], stage["k"], transposed=True)
+            dU = dU * over_columns(jnp.exp2(last - c), SLICE)
+            dout = to_fp32(load_left(stage["dout"], transposed=True)) * call.scale
+            (dU,) = multiply([dU], [dout], stage["P"])
+            (Y,) = multiply([accumulator(CHUNK)], [dU], stage["T"])
+            (dS,) = multiply([dS * jnp.exp2(last)], [dout * E], stage["q"])
+            dV = Y * beta
+            (dS,) = multiply([dS], [-dV * E], stage["k"])
+            sync_warpgroup()  # all warps have read dout
+            store_tile(stage["dout"], Y.astype(_BF16), transposed=True)
+            store_tile(smem.dV, dV.astype(_BF16), transposed=True)
+            sync_warpgroup()
+            write_tile(stage["dout"], at.values(refs.Y, chunk, part))
+            write_tile(smem.dV, at.values(refs.dV, chunk, part))
+            return dS
+
+        dS = _first(refs.dfinal, at, 0, part, call.keys)
+        dS = scan.loop(call.chunks, lambda n: call.chunks - 1 - n, part, step, dS)
+        store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
+
+    ins = {"q": call.q, "k": call.k, "dout": dout, "steps": call.steps, "T": T, "P": P}
+    of_values = jax.ShapeDtypeStruct(call.v.shape, _BF16)
+    outs = {
+        "after": call.turned_like(),
+        "Y": of_values,
+        "dV": of_values,
+        "dinitial": call.states_like(1),
+    }
+    scratch = ring.scratch() | {"dV": plgpu.SMEM((CHUNK, SLICE), _BF16)}
+    grid = call.batch * call.heads * call.slices
+    return _launch(kernel, "bwd_scan", ins | {"dfinal": dfinal}, outs, scratch, grid)
+
+
+_DC, _DBETA, _KZ = range(3)
+"""Rows of what the last kernel stores of each token: dc, dβ, and K · Z."""
+
+
+def _launch_grads(call: _Call, dout: Any, before: Any, U: Any, after: Any, Y: Any) -> Any:
+    """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
+    slices, halves = call.slices, call.keys // KEYS
+    names = ("dout", "Y", "U")
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = _At(call, call.chunks)
+        (chunk,) = at.own
+        for name in ("q", "k"):
+            copy_to_tile(at.keys(getattr(refs, name), chunk), getattr(smem, name))
+        copy_to_tile(at.square(refs.steps, chunk), smem.steps)
+        for name in names:
+            for part in range(slices):
+                source = at.values(getattr(refs, name), chunk, part)
+                copy_to_tile(source, getattr(smem, name).at[part])
+        steps, dout, Y, U = smem.steps, smem.dout, smem.Y, smem.U
+        of_v = accumulator(SLICE)
+        for part in range(slices):
+            copy_to_tile(at.values(refs.v, chunk, part), smem.S)
+            close_copies(True)
+            wait_for_copy(None, 0)
+            of_v = of_v + to_fp32(load_left(Y.at[part])) * to_fp32(load_left(smem.S))
+            sync_warpgroup()  # all warps have read v
+        dA, dP = [accumulator(CHUNK)] * 2
+        for part in range(slices):
+            lefts = [Y.at[part], dout.at[part]]
+            dA, dP = multiply([dA, dP], lefts, U.at[part], transposed=True)
+        of_keys, of_queries = multiply(
+            [accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True
+        )
+        beta = _load(steps, 1, ROWS)
+        dA = -dA * _decays(steps, strict=True)
+        dP = dP * (_decays(steps) * call.scale)
+        dbeta = jnp.sum(of_v, axis=1) + jnp.sum(dA * of_keys, axis=1)
+        F = dA * over_rows(beta, CHUNK)
+        H = F * of_keys + dP * of_queries
+        dc = jnp.sum(H, axis=1)
+        for first in range(0, CHUNK, 32):
+            store_column_sums(smem.columns, first, H[:, first : first + 32])
+        store_tile(smem.S, F.astype(_BF16))
+        store_tile(smem.dP, dP.astype(_BF16))
+        sync_warpgroup()
+        both = load_left(smem.S) + load_left(smem.S, transposed=True)
+        turned = load_left(smem.dP, transposed=True)
+        dc = dc - sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
+        c = _load(steps, 0, ROWS)
+        E, left = jnp.exp2(c), jnp.exp2(steps[0, CHUNK - 1] - c)
+        kz, of_states = [], lane_zeros()
+        for half in range(halves):
+            columns = half * KEYS, KEYS
+            dq, w, z = [accumulator(KEYS)] * 3
+            for part in range(slices):
+                sync_warpgroup()  # all warps have read what is in the tiles
+                for ref, tile in ((refs.before, smem.S), (refs.after, smem.dS)):
+                    of_slice = ref.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+                    copy_to_tile(of_slice.at[:, pl.ds(*columns)], tile)
+                close_copies(True)
+                wait_for_copy(None, 0)
+                dq, w = multiply([dq, w], [dout.at[part], Y.at[part]], smem.S)
+                (z,) = multiply([z], [U.at[part]], smem.dS)
+                S, dS = (to_fp32(load_left(tile)) for tile in (smem.S, smem.dS))
+                of_states = of_states + lane_sums(S * dS)
+            q, k = (to_fp32(load_left(v, columns=columns)) for v in (smem.q, smem.k))
+            dq, w = dq * over_rows(E * call.scale, KEYS), w * over_rows(E, KEYS)
+            z = z * over_rows(left, KEYS)
+            of_w, of_z = jnp.sum(w * k, axis=1), jnp.sum(z * k, axis=1)
+            dc = dc + jnp.sum(dq * q, axis=1) - beta * of_w - of_z
+            dbeta = dbeta - of_w
+            kz.append(of_z)
+            dk = z - w * over_rows(beta, KEYS)
+            dq, dk = multiply([dq, dk], [smem.dP, both], smem.k, first=columns[0])
+            (dk,) = multiply([dk], [turned], smem.q, first=columns[0])
+            for ref, v in ((refs.dq, dq), (refs.dk, dk)):
+                to = ref.at[at.batch, _tokens(chunk), at.head]
+                store_matrix(to.at[:, pl.ds(*columns)], v)
+        to = at.square(refs.numbers, chunk)
+        for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, sum(kz))):
+            to.at[row][...] = v
+        of_states = of_states * jnp.exp2(steps[0, CHUNK - 1])
+        at.square(refs.of_states, chunk)[...] = of_states
+
+    of_values = plgpu.SMEM((slices, CHUNK, SLICE), _BF16)
+    square = plgpu.SMEM((CHUNK, CHUNK), _BF16)
+    scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "dP"), square)
+    scratch |= dict.fromkeys(("q", "k"), plgpu.SMEM((CHUNK, call.keys), _BF16))
+    scratch |= {
+        "steps": plgpu.SMEM((2, CHUNK), _F32),
+        "columns": plgpu.SMEM((WARPS, CHUNK), _F32),
+    }
+    of_chunks, like = (call.batch, call.heads, call.chunks), jax.ShapeDtypeStruct
+    of_heads = like(
+        (call.batch, call.tokens, call.heads, call.keys), _BF16 if call.rank == 1 else _F32
+    )
+    outs = {
+        "dq": of_heads,
+        "dk": of_heads,
+        "numbers": like((*of_chunks, 3, CHUNK), _F32),
+        "of_states": like((*of_chunks, LANES), _F32),
+    }
+    ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "dout": dout}
+    ins |= {"before": before, "U": U, "after": after, "Y": Y}
+    return _launch(kernel, "bwd", ins, outs, scratch, int(np.prod(of_chunks)))
+
+
+def launch_fwd(
+    options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed
+) -> tuple[Any, Any, Any]:
+    """Output, final state and, to save, states; as the reference."""
+    args = q, k, v, g, beta, initial_state, rank, crossed
+    if v.size == 0:
+        return reference_fwd(options, *args)
+    call = _Call(options, q, k, v, _cut(g, v, rank), beta)
+    results = _launch_scan(call, _one(call, initial_state), *_pairs(call), save=options.save)
+    out, final = call.cut_values(results["out"]), call.cut_states(results["final"][:, 0])
+    states = call.cut_states(results["states"]) if options.save else None
+    found = out, final if options.final else None, states
+    if rank is None:
+        return found
+
+    def plain(q, k, v, g, beta, _, initial_state, rank):
+        return reference_fwd(options, q, k, v, g, beta, initial_state, rank, None)
+
+    return unless_finite([final], found, plain, (*args[:5], None, initial_state, rank))
+
+
+def _one(call: _Call, state: Any) -> Any:
+    """A state as those of one part."""
+    return None if state is None else call.states(state)[:, None]
+
+
+def _cut(g: Any, v: Any, rank: Any) -> Any:
+    """The logarithms of decays, of which none has a sum that is not finite; 0 between segments."""
+    least = least_log_decay(jnp.float32)
+    if g is not None:
+        g = jnp.where(g < least, jnp.asarray(least, g.dtype), g)
+    if rank is None:
+        return g
+    g = jnp.zeros(v.shape[:-1], jnp.float32) if g is None else g
+    return jnp.where(segments.begins(rank)[..., None, None], jnp.asarray(least, g.dtype), g)
+
+
+def launch_bwd(
+    options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
+) -> tuple[Any, ...]:
+    """The gradients, as the reference."""
+    args = q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
+    if v.size == 0:
+        return reference_bwd(options, *args)
+    cut = _cut(g, v, rank)
+    call = _Call(options, q, k, v, cut, beta)
+    T, P = _pairs(call)
+    of_values = call.of_values(dout)
+    before, U = _launch_states(call, call.states(states), T)
+    ends = _launch_reverse(call, of_values, _one(call, dfinal), T, P)
+    grads = _launch_grads(call, of_values, before, U, ends["after"], ends["Y"])
+    dq, dk = (call.cut_keys(grads[name], _F32) for name in ("dq", "dk"))
+    if options.qk_l2norm:
+        wide = tuple(x.astype(_F32) for x in (q, k))
+        _, vjp = jax.vjp(lambda q, k: (unit_length(q), unit_length(k)), *wide)
+        dq, dk = (x.astype(dq.dtype) for x in vjp((dq.astype(_F32), dk.astype(_F32))))
+    numbers = grads["numbers"]
+    last = grads["of_states"].sum(-1) + numbers[..., _KZ, :].sum(-1)
+    dg = jnp.cumsum(numbers[..., _DC, ::-1], axis=-1)[..., ::-1] + last[..., None]
+    dg, dbeta = call.cut_steps(dg), call.cut_steps(numbers[..., _DBETA, :])
+    if g is not None:
+        dg = jnp.where(cut == g, dg, 0)
+    dinitial = call.cut_states(ends["dinitial"][:, 0])
+    found = (
+        *(dq, dk, call.cut_values(ends["dV"]), None if g is None else dg),
+        *(None if beta is None else dbeta, None, None if initial_state is None else dinitial),
+    )
+    if rank is not None:
+
+        def plain(q, k, v, g, beta, _, initial_state, rank, *rest):
+            grads = reference_bwd(options, q, k, v, g, beta, initial_state, rank, None, *rest)
+            return *grads[:5], None, grads[5]
+
+        given = *args[:5], None, initial_state, rank, states, dout, dfinal
+        found = unless_finite([dg, dbeta, dinitial], found, plain, given)
+    return *found[:5], found[6], None, None
