@@ -361,7 +361,7 @@ def test_a_split_sequence_exchanges_what_its_case_says(c):
     """In plain JAX; what kernels exchange over every axis is in `bench collectives`."""
     mesh = check.mesh_of(AxisType.Auto, 4, names=("data",))
     sizes = dict.fromkeys(AXES, 8) | {"m": (8, 2), "w": 4, "g": 1}
-    sizes["l"] = 512  # a part is a chunk of ssd
+    sizes["l"] = 1024  # a part has the tokens from one saved state to the next
     sizes["d"] = 128  # for fewer plain JAX convolves, which XLA splits as it likes
     arrays = c.types(sizes, dtypes("float32"))
 
