@@ -24,6 +24,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxkern
+from jaxkern.core import target
 from jaxkern.core.dispatch import interpret_kernels
 from jaxkern.core.target import interpreter
 
@@ -38,6 +40,18 @@ WHOLE = pytest.mark.parametrize(
 )
 """Sizes that take the interpreter too long: kernels compiled, and plain JAX."""
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+
+
+def without_wgmma():
+    """A context in which the kernels are those of GPUs that have no wgmma."""
+    if ON_GPU:  # as there is, but for its TMA
+        return jaxkern.lowering_for(dataclasses.replace(target.of_process(), tma=False))
+    return target.fitting_to(target.GPUS["a100"])
+
+
+PRODUCTS = pytest.mark.parametrize(
+    "products", [contextlib.nullcontext, without_wgmma], ids=["wgmma", "mma"]
+)
 
 
 def sizes(*both, gpu=(), interpreted=()):

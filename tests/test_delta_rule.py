@@ -212,23 +212,37 @@ def test_delta_rule_scale():
     check.assert_close(scan(*arrays, scale=-3.0), -6.0 * scan(*arrays), 1e-6)
 
 
-def test_delta_rule_has_no_kernels():
+def test_delta_rule_step_has_no_kernels():
     """Whoever asks for them is told, by default too; without asking, no GPU runs any."""
     v, k, q, g, beta, state = drawn(1, 5, 2, 3, 4, 1)
     one = lambda x: x[:, 0]
     step = functools.partial(
         *(jaxkern.gated_delta_rule_step, state, one(q), one(k), one(v), one(g), one(beta))
     )
-    words = r'gated_delta_rule(_step)?\(implementation="mosaic"\) .*: it has no kernels yet'
-    for call in functools.partial(scan, v, k, q, g, beta), step:
-        with pytest.raises(NotImplementedError, match=words):
-            call(implementation="mosaic")
-        with (
-            pytest.raises(NotImplementedError, match=words),
-            jaxkern.default_implementation("mosaic"),
-        ):
-            call()
-        assert not check.kernel_calls(check.lowered(lambda call=call: call()))
+    words = r'gated_delta_rule_step\(implementation="mosaic"\) .*: it has no kernels yet'
+    with pytest.raises(NotImplementedError, match=words):
+        step(implementation="mosaic")
+    with pytest.raises(NotImplementedError, match=words), jaxkern.default_implementation("mosaic"):
+        step()
+    assert not check.kernel_calls(check.lowered(step))
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ({"by_channel": True}, "g is of channels"),
+        ({"dtype": "float32"}, "q is float32, and the kernels take bfloat16"),
+        ({"keys": 129}, "q has 129 channels a head, and the kernels take at most 128"),
+        ({"num_segments": 2}, "it has num_segments"),
+    ],
+)
+def test_delta_rule_kernels_refuse(kind, reason):
+    size = 1, 5, 2, 3, kind.pop("keys", 4), 1
+    options = {"segment_ids": jnp.zeros((1, 5), int), **kind} if "num_segments" in kind else {}
+    arrays = drawn(*size, **({"dtype": "bfloat16"} | (kind if not options else {})))[:5]
+    with pytest.raises(NotImplementedError, match=reason):
+        scan(*arrays, implementation="mosaic", **options)
+    assert not check.kernel_calls(check.lowered(functools.partial(scan, **options), *arrays))
 
 
 def test_delta_rule_wrong_calls():
@@ -467,6 +481,95 @@ def test_delta_rule_step_of_a_layer():
         jaxkern.gated_delta_rule_step(states, *token, layer=3)
 
 
+# Kernels
+
+
+INTERPRETED = {
+    "groups": ((1, 130, 2, 64, 64, 1), {}),
+    "packed": ((1, 130, 2, 64, 64, 2), {"segment_ids": packed_ids(1, 130, 30)}),
+    "sizes between": ((1, 70, 2, 80, 100, 2), {"qk_l2norm": True}),
+}
+COMPILED = {
+    "one token": ((4, 1, 3, 64, 20, 1), {}),
+    "several chunks": ((2, 300, 4, 128, 128, 2), {}),
+    "whole chunks": ((2, 512, 6, 64, 128, 6), {"qk_l2norm": True}),
+    "wide values": ((1, 1000, 4, 256, 128, 2), {}),
+    "narrow keys": ((2, 1000, 4, 128, 16, 4), {}),
+    "packed chunks": ((2, 1000, 4, 128, 128, 2), {"segment_ids": packed_ids(2, 1000)}),
+    "more blocks than multiprocessors": ((4, 700, 36, 128, 128, 36), {}),
+}
+
+
+def check_kernels(arrays, **options):
+    """Products take 16 bits, so that errors are of several roundings to 16 bits."""
+    given = cotangents(arrays)
+    with check.running("mosaic"):
+        got = check.value_and_grads(
+            scan, arrays, given, implementation="mosaic", return_final_state=True, **options
+        )
+    wide = (np.asarray(a, np.float64) for a in (*arrays, *given))
+    check.assert_close(got, sequences.gated_delta_rule(*wide, **options), 2.0**-6)
+
+
+@pytest.mark.gpu
+@check.PRODUCTS
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
+    + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
+)
+def test_delta_rule_kernels_accuracy(size, options, products):
+    with products():
+        check_kernels(drawn(*size, dtype="bfloat16"), **options)
+
+
+def test_delta_rule_kernels():
+    """Two chunks, the second with two tokens, and fewer channels than a tile."""
+    check_kernels(drawn(1, 66, 1, 16, 16, 1, dtype="bfloat16"))
+
+
+@pytest.mark.compiled
+@check.PRODUCTS
+@pytest.mark.parametrize("gates", GATES)
+def test_delta_rule_kernels_gates(gates, products):
+    with products():
+        check_kernels(GATES[gates](drawn(1, 300, 2, 64, 128, 2, dtype="bfloat16")))
+
+
+@pytest.mark.gpu
+@exhaustive
+@pytest.mark.parametrize("absent", ["g", "beta"])
+def test_delta_rule_kernels_without(absent):
+    v, k, q, g, beta, _ = drawn(1, 70, 1, 64, 64, 1, dtype="bfloat16")
+    full = {"g": jnp.zeros_like(g), "beta": jnp.ones_like(beta)}
+    given = {"g": g, "beta": beta}
+    call = functools.partial(scan, v, k, q, implementation="mosaic")
+    with check.running("mosaic"):
+        got = jax.jit(lambda: call(**given | {absent: None}))()
+        want = jax.jit(lambda: call(**given | {absent: full[absent]}))()
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.gpu
+@exhaustive
+def test_delta_rule_kernels_keep_nan_where_it_is():
+    """A NaN leaves other heads the bits they had, and of packed rows other segments' values."""
+    arrays = drawn(1, 70, 2, 64, 64, 2, dtype="bfloat16")
+    ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1)
+    call = jax.jit(functools.partial(scan, implementation="mosaic"))
+    bad = (arrays[0].at[0, 25, 1].set(jnp.nan), *arrays[1:])
+    for how in {}, {"segment_ids": ids}:
+        with check.running("mosaic"):
+            want, got = (np.asarray(call(*a, **how), np.float32) for a in (arrays, bad))
+        assert np.isnan(got[0, 25, 1]).all()
+        if not how:
+            np.testing.assert_array_equal(got[:, :, 0], want[:, :, 0])
+            continue
+        others = np.delete(np.arange(70), slice(20, 40))
+        for there, before in (got[:, :, 0], want[:, :, 0]), (got[0, others, 1], want[0, others, 1]):
+            check.assert_close(there, before, 2.0**-6)
+
+
 # Transformations and meshes
 
 
@@ -521,7 +624,26 @@ PACKED = check.Op(
         *(("rows and channels split", i) for i in (None, "xla")),
     ],
 )
-test_delta_rule_transformations = check.transformations(DELTA_RULE, PACKED)
+KERNELS = check.Op(
+    name="gated_delta_rule, kernels",
+    call=both_results,
+    reference=both_results,
+    arrays=lambda key: drawn(4, 5, 4, 2, 3, 4, dtype="bfloat16", seed=3),
+    kernels=("gated_delta_rule_fwd", "gated_delta_rule_bwd"),
+    axes="blhp blhn blhn blh blh bhnp -> blhp",
+    features="h",
+    channels="h",
+    slow=[("kernels lowered", "mosaic")],
+    vmaps=[(0,) + (None,) * 5, (None, 0, None, 1, None, 0)],
+    tolerance=2.0**-6,
+    cells=[
+        (name, check.ALONE.get(name, "mosaic"))
+        for name in check.TRANSFORMATIONS
+        if name not in ("value", "vmap", "vmap(vmap)", "export")
+        and (check.ON_GPU or name not in ("grad", "grad(grad)", "vmap(grad)"))
+    ],
+)
+test_delta_rule_transformations = check.transformations(DELTA_RULE, PACKED, KERNELS)
 
 
 def test_delta_rule_in_forward_mode():

@@ -1,7 +1,5 @@
 """ssd: its accuracy, where NaN goes, absent arguments, its kernels, the matrix."""
 
-import contextlib
-import dataclasses
 import functools
 import types
 
@@ -395,20 +393,8 @@ COMPILED = {
 }
 
 
-def without_wgmma():
-    """A context in which the kernels are those of GPUs that have no wgmma."""
-    if check.ON_GPU:  # as there is, but for its TMA
-        return jaxkern.lowering_for(dataclasses.replace(target.of_process(), tma=False))
-    return target.fitting_to(target.GPUS["a100"])
-
-
-PRODUCTS = pytest.mark.parametrize(
-    "products", [contextlib.nullcontext, without_wgmma], ids=["wgmma", "mma"]
-)
-
-
 @pytest.mark.gpu
-@PRODUCTS
+@check.PRODUCTS
 @pytest.mark.parametrize(
     ("size", "groups", "options"),
     [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
@@ -426,12 +412,12 @@ def test_ssd_kernels_accuracy(size, groups, options, products):
 
 def test_ssd_kernels_without_wgmma():
     """Two parts of the sequence, the second with less than a step."""
-    with without_wgmma():
+    with check.without_wgmma():
         check_case(HALF(1, 130, 2, 16, 16), "mosaic")
 
 
 @pytest.mark.compiled
-@PRODUCTS
+@check.PRODUCTS
 def test_ssd_kernels_forget_and_grow(products):
     """Decays of exactly 0 amid others, and a rate above 0."""
     x, dt, A, *rest = HALF(2, 300, 4, 64, 64)

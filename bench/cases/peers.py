@@ -127,6 +127,11 @@ def _jla_ssd() -> Any:
     return call
 
 
+def _jla_delta_rule(kind: str) -> Any:
+    scan = _load("jla.ops:linear_attention")
+    return lambda q, k, v, g, beta: scan(kind, q, k, v, g=g, beta=beta)[0]
+
+
 def _fla_ssd() -> Any:
     """Its gated linear attention with a decay for a head, and the rest in PyTorch's functions."""
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
@@ -303,6 +308,8 @@ LAYER_NORM_LINEAR: Peers = {
     "mamba_ssm": _mamba_normed,
 }
 MLP: Peers = {"torch": lambda: _mlp_formula, "compile": _compiled(_mlp_formula)}
+GATED_DELTA_RULE: Peers = {"jla": functools.partial(_jla_delta_rule, "gated_deltanet")}
+KDA: Peers = {"jla": functools.partial(_jla_delta_rule, "kda")}
 SSD: Peers = {"mamba_ssm": _mamba_ssd, "jla": _jla_ssd, "fla": _fla_ssd}
 SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan, "jla": _jla_scan}
 CAUSAL_CONV1D: Peers = {

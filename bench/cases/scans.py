@@ -471,7 +471,6 @@ _DECAYS_OF_CHANNELS = Argument("g", "b l heads n", _log_decays, "float32")
 _BETA = Argument("beta", "b l heads", _fractions)
 _DELTA: dict[str, Any] = {
     "op": "gated_delta_rule",
-    "kernels": False,
     "axes": "b l heads p n g",
     "result": "b l heads p",
     "split": "b heads",
@@ -526,6 +525,7 @@ DELTA_RULES = [
         **_OF_HEADS_ALONE,
         arguments=(*_OF_DELTA, _DECAYS, _BETA),
         expression=_delta_rule,
+        peers=peers.GATED_DELTA_RULE,
         shapes=_DELTA_SHAPES,
         errors=_DELTA_ERRORS,
         strict=True,
@@ -534,6 +534,8 @@ DELTA_RULES = [
         **_DELTA,
         **_OF_CHANNELS,
         variant="KDA",
+        kernels=False,
+        peers=peers.KDA,
         arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
         expression=_delta_rule,
         shapes=_DELTA_SHAPES,

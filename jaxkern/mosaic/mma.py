@@ -1,13 +1,14 @@
-"""Products by mma.sync, the tensor cores of every GPU from Ampere on, for blocks of one warpgroup.
+"""Products of blocks of one warpgroup: by mma.sync on every GPU from Ampere on, on Hopper by wgmma.
 
-Tiles of 16-bit elements lie in shared memory in rows of whole 128 bytes. Within each 128 bytes the
-unit u of 16 bytes of row r is stored at u xor (r mod 8), so that neither a row nor a column of
-units meets a bank twice. Only the functions here read and write tiles; in Pallas's interpreter they
-lie as they are.
+A tile (rows, n) of 16-bit elements lies in shared memory as (n / 64, rows, 64): in rows of 128
+bytes. The unit u of 16 bytes of row r is stored at u xor (r mod 8), so that neither a row nor a
+column of units meets a bank twice; wgmma knows this as its swizzle of 128 bytes. Only the functions
+here read and write tiles; in Pallas's interpreter the units lie as they are.
 
 An accumulator (64, n) is an fp32 array in the layout TILE of :mod:`jaxkern.mosaic.wgmma`: a warp
 has 16 rows. The left operand, (64, k) in 16 bits in the same layout, is in registers, so that an
-accumulator becomes a left operand without moving. The right one is read from a tile, by all warps.
+accumulator becomes a left operand without moving. The right one is read from a tile: with mma.sync
+by each warp, with wgmma once for all.
 """
 
 import dataclasses
@@ -20,23 +21,73 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
+from jaxkern.core import target
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import LANES, shared_memory
-from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir
-from jaxkern.mosaic.ring import close_copies, start_copy, wait_for_copy
-from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE
+from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
+from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir, ptx
+from jaxkern.mosaic.ring import close_copies, start_copy
+from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
 
 UNIT = 8
 """Elements of a unit of 16 bytes."""
 UNITS = 8
-"""Units that are permuted together."""
+"""Units of a row, which are permuted."""
+WIDTH = UNIT * UNITS
+"""Columns that lie side by side."""
 PTX_TYPES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
+
+
+def tile(rows: int, columns: int, dtype: Any, stages: int | None = None) -> Any:
+    """Shared memory for a tile, or for `stages` of them."""
+    shape = columns // WIDTH, rows, WIDTH
+    return plgpu.SMEM(shape if stages is None else (stages, *shape), dtype)
+
+
+def rows_of(ref: Any, first: Any, count: int) -> Any:
+    """Some rows of a tile."""
+    return ref.at[:, pl.ds(first, count)]
+
+
+def _shape(ref: Any) -> tuple[Any, ...]:
+    """(rows, n) of a tile."""
+    blocks, rows, width = ref.shape
+    return rows, blocks * width
+
+
+def _values(ref: Any) -> jax.Array:
+    """A tile as a matrix, in the interpreter."""
+    return jnp.moveaxis(ref[...], 0, 1).reshape(_shape(ref))
+
+
+def _set_values(ref: Any, v: jax.Array) -> None:
+    blocks, rows, width = ref.shape
+    ref[...] = jnp.moveaxis(v.reshape(rows, blocks, width), 1, 0)
+
+
+def _by_wgmma() -> bool:
+    return target.current() is not None and without_wgmma() is None
+
+
+def sync_tiles() -> None:
+    """Waits for the other lanes, whose stores to tiles are then there for products."""
+    if _by_wgmma() and not interpreted():
+        plgpu.commit_smem()
+    else:
+        sync_warpgroup()
+
+
+def wait_for_tiles(later: int = 0) -> None:
+    """Waits for all groups of copies but `later` of them, of all lanes."""
+    if not interpreted():
+        ptx(f"cp.async.wait_group {later};")
+    sync_tiles()
 
 
 def accumulator(columns: int) -> jax.Array:
@@ -51,6 +102,10 @@ def tile_type(shape: tuple[int, ...], dtype: Any) -> Any:
 
 BLOCKS = 2
 """Blocks of a multiprocessor, for whose registers kernels are made: of 255 a lane."""
+STAGES = 3
+"""The most stages of a ring."""
+RESERVED = 1024
+"""Bytes of shared memory that each block takes beside its own, and a multiprocessor has more of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +114,29 @@ class TileRing:
 
     Attributes:
       tiles: shape and dtype of each array's stage: tiles of 16-bit elements, and rows of fp32.
-      stages: two where a multiprocessor then still has room for `BLOCKS` blocks, else one.
+      stages: as many as fit where a multiprocessor has `BLOCKS` blocks, or one if there are no
+        more blocks than multiprocessors.
     """
 
     tiles: dict[str, tuple[tuple[int, ...], Any]]
     stages: int
 
     @classmethod
-    def of(cls, other: int, tiles: dict[str, tuple[tuple[int, ...], Any]]) -> "TileRing":
-        """A ring beside `other` bytes of shared memory."""
+    def of(cls, other: int, tiles: dict[str, tuple[tuple[int, ...], Any]], grid: int) -> "TileRing":
+        """A ring beside `other` bytes of shared memory, of `grid` blocks."""
         sizes = (np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.values())
-        size = int(sum(sizes))
-        return cls(tiles, 2 if BLOCKS * (2 * size + other + 1024) <= shared_memory() else 1)
+        size, blocks = int(sum(sizes)), BLOCKS if grid > num_sms() else 1
+        # A byte more is Mosaic's own, and sizes are rounded up.
+        room = (shared_memory() + RESERVED) // blocks - RESERVED - 256 - other
+        return cls(tiles, max(1, min(STAGES, room // size)))
 
     def scratch(self) -> dict[str, Any]:
-        return {
-            name: plgpu.SMEM((self.stages, *shape), dtype)
-            for name, (shape, dtype) in self.tiles.items()
-        }
+        def memory(shape: tuple[int, ...], dtype: Any) -> Any:
+            if jnp.dtype(dtype).itemsize == 2:
+                return tile(shape[0], shape[1], dtype, stages=self.stages)
+            return plgpu.SMEM((self.stages, *shape), dtype)
+
+        return {name: memory(*of) for name, of in self.tiles.items()}
 
     def loop(
         self,
@@ -107,9 +167,13 @@ class TileRing:
             close_copies(True)
 
         def run(n: Any, carry: Any) -> Any:
-            sync_warpgroup()  # all warps are done with the stage that comes next
-            fetch(n + self.stages - 1)
-            wait_for_copy(None, self.stages - 1)
+            if self.stages == 1:
+                sync_warpgroup()  # all warps are done with the stage
+                fetch(n)
+                wait_for_tiles()
+            else:
+                wait_for_tiles(self.stages - 2)  # and for all warps to be done with the next stage
+                fetch(n + self.stages - 1)
             slot = lax.rem(n, self.stages)
             return step(n, {name: getattr(smem, name).at[slot] for name in self.tiles}, carry)
 
@@ -131,10 +195,10 @@ def start_tile_copy(source: Any, into: Any) -> None:
 
     Args:
       source: (rows, n) of an array in global memory, its rows aligned to 16 bytes.
-      into: shared memory of its shape.
+      into: a tile of its shape.
     """
     if interpreted():
-        into[...] = source[...]
+        _set_values(into, source[...])
         return
 
     @inline_mlir(REF, REF)
@@ -155,7 +219,7 @@ def start_tile_copy(source: Any, into: Any) -> None:
 def write_tile(source: Any, into: Any) -> None:
     """Copies a tile from shared to global memory; all lanes' parts of it must be there."""
     if interpreted():
-        into[...] = source[...]
+        into[...] = _values(source)
         return
 
     @inline_mlir(REF, REF)
@@ -177,11 +241,11 @@ def load_left(
 
     Where it is not transposed, `columns` may say at which one to begin, and how many to load.
     """
-    shape = ref.shape[::-1] if transposed else ref.shape
+    shape = _shape(ref)[::-1] if transposed else _shape(ref)
     first, count = columns or (0, shape[1])
     shape = shape[0], count
     if interpreted():
-        return ref[...].T if transposed else ref[:, first : first + count]
+        return _values(ref).T if transposed else _values(ref)[:, first : first + count]
 
     @inline_mlir(REF, returns=tile_type(shape, ref.dtype))
     def load(ref: Any) -> Any:
@@ -203,7 +267,7 @@ def load_left(
 def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
     """Stores (64, n) in 16 bits to a tile of its shape, or `transposed` to (n, 64)."""
     if interpreted():
-        ref[...] = v.T if transposed else v
+        _set_values(ref, v.T if transposed else v)
         return
 
     @inline_mlir(REF, TILE)
@@ -216,12 +280,12 @@ def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
                 value = llvm.inline_asm(
                     word, [value], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r"
                 )
-                row = arith.addi(group, i32(8 * k))
+                block, row = 0, arith.addi(group, i32(8 * k))
                 unit = arith.addi(arith.muli(tile.warp, i32(2)), i32(half))
             else:
                 row = arith.addi(arith.addi(arith.muli(tile.warp, i32(16)), group), i32(8 * half))
-                unit = i32(k)
-            llvm.store(value, tile.address(row, unit, group, pair), alignment=4)
+                block, unit = k // UNITS, i32(k % UNITS)
+            llvm.store(value, tile.address(row, unit, group, pair, block), alignment=4)
 
     store(ref, v)
 
@@ -305,19 +369,27 @@ def multiply(
       right: a tile (k, n), or `transposed` (n, k), or more columns n.
       first: the column of n to begin with, a multiple of 16.
     """
-    n, inner = accs[0].shape[1], lefts[0].shape[1]
+    n = accs[0].shape[1]
+    in_registers = [isinstance(a, jax.Array) for a in lefts]
+    inner = lefts[0].shape[1] if in_registers[0] else _shape(lefts[0])[1]
     if interpreted():
-        values = right[...].astype(jnp.float32)
+        values = _values(right).astype(jnp.float32)
         values = (values.T if transposed else values)[:, first : first + n]
-        narrow = (a[...].astype(right.dtype).astype(jnp.float32) for a in lefts)
+        narrow = (
+            (a if own else _values(a)).astype(right.dtype).astype(jnp.float32)
+            for own, a in zip(in_registers, lefts, strict=True)
+        )
         dot = lambda a: jnp.dot(a, values, precision=lax.Precision.HIGHEST)
         return [acc + dot(a) for acc, a in zip(accs, narrow, strict=True)]
     count, name = len(accs), PTX_TYPES[jnp.dtype(right.dtype)]
     layouts: Any = [REF, *[TILE] * count]
-    layouts += [TILE if isinstance(a, jax.Array) else REF for a in lefts]
+    layouts += [TILE if own else REF for own in in_registers]
+    by_wgmma = _by_wgmma()
 
     @inline_mlir(*layouts, returns=tuple(tile_type(a.shape, a.dtype) for a in accs))
     def run(right: Any, *args: Any) -> Any:
+        if by_wgmma:
+            return _wgmma(name, right, args[:count], args[count:], inner, n, transposed, first)
         sums = [_accumulator(v) for v in args[:count]]
         tile = _Tile(right)
         lefts = [_Left(v, _dtype(right)) for v in args[count:]]
@@ -416,6 +488,105 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
     invert(lower, into)
 
 
+def _wgmma(
+    name: str, right: Any, accs: Any, lefts: Any, inner: int, n: int, transposed: bool, first: int
+) -> tuple[Any, ...]:
+    """The products of :func:`multiply`, started together, and waited for."""
+    dtype = _dtype(right)
+    of_left: Any = [v if isinstance(v, mgpu.FragmentedArray) else _Operand(v) for v in lefts]
+    of_right = _Operand(right)
+    held: Any = fa.optimization_barrier(
+        *accs,
+        *(_rounded(v, dtype) for v in of_left if not isinstance(v, _Operand)),
+    )
+    held = held if isinstance(held, (list, tuple)) else (held,)
+    arrays = iter(held[len(accs) :])
+    of_left = [v if isinstance(v, _Operand) else next(arrays) for v in of_left]
+    sums = [[v for quad in _accumulator(acc) for v in quad] for acc in held[: len(accs)]]
+    nvvm.wgmma_fence_aligned()
+    for k in range(inner // 16):
+        b = of_right.across(k, first) if transposed else of_right.along(k, first)
+        for m, left in enumerate(of_left):
+            if isinstance(left, _Operand):
+                a = [left.across(k)]
+            else:
+                a = [_bits(v) for v in left.registers.flat[4 * k : 4 * k + 4]]
+            sums[m] = _wgmma_m64(name, n, sums[m], a, b, not transposed)
+    nvvm.wgmma_commit_group_sync_aligned()
+    nvvm.wgmma_wait_group_sync_aligned(0)
+    quads = lambda values: [values[k : k + 4] for k in range(0, len(values), 4)]
+    found = [_fragmented(quads(v), acc.registers.shape) for v, acc in zip(sums, accs, strict=True)]
+    found = fa.optimization_barrier(*found)
+    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+
+
+def _wgmma_m64(
+    name: str, n: int, acc: list[Any], a: list[Any], b: Any, by_columns: bool
+) -> list[Any]:
+    """64 × n sums, with 16 products added to each; `a` is four registers or a descriptor."""
+    f32, count = ir.F32Type.get(), len(acc)
+    numbers = iter(range(2 * count + len(a) + 1))
+    list_of = lambda m: "{" + ",".join(f"${next(numbers)}" for _ in range(m)) + "}"
+    sums, _ = list_of(count), list_of(count)
+    left = list_of(4) if len(a) == 4 else f"${next(numbers)}"
+    flags = f"{int(by_columns)}" if len(a) == 4 else f"0, {int(by_columns)}"
+    struct = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        [*acc, *a, b],
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
+        f"{sums}, {left}, ${next(numbers)}, 1, 1, 1, {flags};",
+        ",".join(
+            ["=f"] * count
+            + [str(i) for i in range(count)]
+            + (["r"] * 4 if len(a) == 4 else ["l"])
+            + ["l"]
+        ),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(f32, struct, [i]) for i in range(count)]
+
+
+class _Operand:
+    """A tile as wgmma reads it: descriptors of 16 of its columns, or of 16 of its rows."""
+
+    def __init__(self, ref: Any):
+        word, wide = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        strides = ir.MemRefType(ref.type).get_strides_and_offset()[0]
+        self._block, row = 2 * strides[0], 2 * strides[1]
+        assert row == 2 * WIDTH, strides
+        address = arith.extui(wide, llvm.ptrtoint(word, mgpu_utils.memref_ptr(ref)))
+        self._start = arith.andi(arith.shrui(address, _i64(4)), _i64(0x3FFF))
+
+    def _at(self, offset: int, leading: int) -> Any:
+        """The descriptor at an offset in bytes: rows of 8 are 1024 bytes apart."""
+        fixed = (1 << 62) | ((8 * 2 * WIDTH >> 4) << 32) | ((leading >> 4) << 16)
+        fixed -= 1 << 64 if fixed >= 1 << 63 else 0
+        return arith.ori(arith.addi(self._start, _i64(offset >> 4)), _i64(fixed))
+
+    def across(self, k: int, first: int = 0) -> Any:
+        """The `k`-th 16 columns, which are multiplied, from row `first` on."""
+        block, column = divmod(16 * k, WIDTH)
+        return self._at(block * self._block + first * 2 * WIDTH + 2 * column, 16)
+
+    def along(self, k: int, first: int) -> Any:
+        """The `k`-th 16 rows, which are multiplied, from column `first` on."""
+        block, column = divmod(first, WIDTH)
+        assert column == 0, first
+        return self._at(block * self._block + 16 * k * 2 * WIDTH, self._block)
+
+
+def _i64(value: int) -> Any:
+    return arith.constant(ir.IntegerType.get_signless(64), value)
+
+
+def _rounded(v: Any, dtype: Any) -> Any:
+    """A left operand in 16 bits."""
+    registers = np.empty_like(v.registers)
+    for index, register in np.ndenumerate(v.registers):
+        registers[index] = _narrowed(register, dtype)
+    return mgpu.FragmentedArray(_registers=registers, _layout=v.layout, _is_signed=None)
+
+
 def _mma(name: str, acc: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     """16 × 8 sums of a warp, four of a lane, with 16 products added to each."""
     f32 = ir.F32Type.get()
@@ -473,16 +644,18 @@ def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
     A lane has the same unit of every row that it has a unit of, and all those rows are the same
     modulo 8: its units are at constant distances.
     """
-    (rows, width), lane = ir.MemRefType(tile.type).shape, _lane()
-    stride, own = (ir.MemRefType(v.type).get_strides_and_offset()[0][0] for v in (outside, tile))
-    units = width // UNIT
+    (blocks, rows, _), lane = ir.MemRefType(tile.type).shape, _lane()
+    stride = ir.MemRefType(outside.type).get_strides_and_offset()[0][0]
+    block, own, _ = ir.MemRefType(tile.type).get_strides_and_offset()[0]
+    units = blocks * UNITS
     apart = LANES // units  # rows from one unit of a lane to its next
-    assert LANES % units == 0, width
-    assert apart % UNITS == rows % apart == 0, (rows, width)
+    assert LANES % units == 0, blocks
+    assert apart % UNITS == rows % apart == 0, (rows, blocks)
     unit, row = arith.remui(lane, i32(units)), arith.divui(lane, i32(units))
-    swapped = arith.xori(unit, arith.andi(row, i32(UNITS - 1)))
     there = arith.addi(arith.muli(row, i32(stride)), arith.muli(unit, i32(UNIT)))
+    swapped = arith.xori(arith.andi(unit, i32(UNITS - 1)), arith.andi(row, i32(UNITS - 1)))
     here = arith.addi(arith.muli(row, i32(own)), arith.muli(swapped, i32(UNIT)))
+    here = arith.addi(here, arith.muli(arith.divui(unit, i32(UNITS)), i32(block)))
     for first in range(0, rows, apart):
         yield arith.addi(there, i32(first * stride)), arith.addi(here, i32(first * own))
 
@@ -498,8 +671,7 @@ class _Tile:
 
     def __init__(self, ref: Any):
         self._pointer, self._dtype = mgpu_utils.memref_ptr(ref), _dtype(ref)
-        kind = ir.MemRefType(ref.type)
-        self._stride = kind.get_strides_and_offset()[0][0]
+        self._block, self._stride, _ = ir.MemRefType(ref.type).get_strides_and_offset()[0]
         self._lane = _lane()
         self.warp = self.digit(5, 2)
 
@@ -515,11 +687,12 @@ class _Tile:
         """The row in the matrix whose address this lane has, 8 · digit further on."""
         return arith.addi(arith.muli(digit, i32(8)), self.digit(0, 3))
 
-    def address(self, row: Any, unit: Any, swap: Any, offset: Any = None) -> Any:
-        """Of an element in a unit of a row that is `swap` modulo 8."""
+    def address(self, row: Any, unit: Any, swap: Any, offset: Any = None, block: int = 0) -> Any:
+        """Of an element in a unit of a row that is `swap` modulo 8, in a block of columns."""
         unit = arith.muli(arith.xori(unit, swap), i32(UNIT))
         start = arith.addi(arith.muli(row, i32(self._stride)), unit)
         start = start if offset is None else arith.addi(start, offset)
+        start = arith.addi(start, i32(block * self._block)) if block else start
         return mgpu_utils.getelementptr(self._pointer, [start], self._dtype)
 
     def matrices(
@@ -531,10 +704,10 @@ class _Tile:
           row, unit: where this lane's row begins, from the constants `rows` and `units` on.
           transposed: whether a lane has neighbours of a column.
         """
-        word = ir.IntegerType.get_signless(32)
+        word, (block, units) = ir.IntegerType.get_signless(32), divmod(units, UNITS)
         unit = arith.addi(unit, i32(units)) if units else unit
         row = arith.addi(row, i32(rows)) if rows else row
-        address = self.address(row, unit, self.digit(0, 3))
+        address = self.address(row, unit, self.digit(0, 3), block=block)
         trans = ".trans" if transposed else ""
         struct = llvm.inline_asm(
             llvm.StructType.get_literal([word] * 4),

@@ -1,37 +1,38 @@
 """The kernels of the gated delta rule with decays of heads, in blocks of one warpgroup.
 
-They multiply by mma.sync (:mod:`jaxkern.mosaic.mma`), and so run on every GPU from Ampere on. In a
+They multiply by wgmma or mma.sync (:mod:`jaxkern.mosaic.mma`), on every GPU from Ampere on. In a
 chunk of CHUNK tokens, with c[i] = g[0] + … + g[i], E = exp(c), D[i,j] = exp(c[i] − c[j]) for j ≤ i,
 and S, (K, V), the state before it:
 
-    A = strict(β ∘ K Kᵀ ∘ D),  T = (I + A)⁻¹,  P = Q Kᵀ ∘ D
-    X = β ∘ (V − E ∘ (K S)),  U = T X
-    O = scale · (E ∘ (Q S) + P U)
-    S ← exp(c[last]) · S + (left ∘ K)ᵀ U,  left = exp(c[last] − c)
+    a = strict(K Kᵀ ∘ D),  T = (I + a[i,j] · β[j])⁻¹,  P = Q Kᵀ ∘ D
+    N = T (V − E ∘ (K S))
+    O = scale · (E ∘ (Q S) + (P[i,j] · β[j]) N)
+    S ← exp(c[last]) · S + (β ∘ left ∘ K)ᵀ N,  left = exp(c[last] − c)
 
-`pairs` finds T and P of each chunk, T by substitution in fp32: a lane has a column. The scan goes
-through the chunks with Sᵀ of SLICE value channels in registers. Everything is transposed there,
-(SLICE, …), so that each product leaves what the next one multiplies in the registers of its lane:
+T of each chunk is found first, by substitution in fp32: a lane has a column. The scan goes through
+the chunks with Sᵀ of SLICE value channels in registers. All but P is transposed there, (SLICE, …),
+so that each product leaves what the next one multiplies in the registers of its lane:
 
-    (K S)ᵀ = Sᵀ Kᵀ → Xᵀ → Uᵀ = Xᵀ Tᵀ → Oᵀ += Uᵀ Pᵀ,  Sᵀ += (left ∘ U)ᵀ K
+    (K S)ᵀ = Sᵀ Kᵀ → (V − E ∘ K S)ᵀ → Nᵀ = (…)ᵀ Tᵀ → Oᵀ += Nᵀ Pᵀ,  Sᵀ += Nᵀ (β ∘ left ∘ K)
 
 Backward, for dO, by then times scale, and dS of the state after a chunk:
 
-    dU = Pᵀ dO + left ∘ (K dS),  Y = Tᵀ dU
-    dS ← exp(c[last]) · dS + (E ∘ Q)ᵀ dO − (β E ∘ K)ᵀ Y
+    dN = β ∘ (Pᵀ dO + left ∘ (K dS)),  dV = Tᵀ dN
+    dS ← exp(c[last]) · dS + (E ∘ Q)ᵀ dO − (E ∘ K)ᵀ dV
 
-in the same way, from the end to the start. The states and U are found once more from the states
-that the forward saved. With these chunks are independent: dV = β Y, and with the products
+in the same way, from the end to the start. The states and N are found once more from the states
+that the forward saved. With these chunks are independent: with the products
 
-    dA = −strict(Y Uᵀ),  dP = tril(dO Uᵀ),  W = E ∘ (Y Sᵀ),  Z = left ∘ (U dSᵀ)
+    dP = tril(dO Nᵀ),  M = dV Nᵀ,  W = E ∘ (dV Sᵀ),  Z = left ∘ (N dSᵀ)
+    h = dP ∘ P − M ∘ a,  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
 
-    dQ = E ∘ (dO Sᵀ) + (dP ∘ D) K
-    dK = Z − β W + (dP ∘ D)ᵀ Q + (F + Fᵀ) K,  F = dA ∘ β ∘ D
-    dβ = Y · V − K · W + rows(dA ∘ K Kᵀ ∘ D)
-    dc = Q · (E ∘ dO Sᵀ) − β K · W − K · Z + (rows − columns)(F ∘ K Kᵀ + dP ∘ P)
+    dQ = E ∘ (dO Sᵀ) + G K
+    dK = β ∘ Z − W + Gᵀ Q + (F + Fᵀ) K
+    dβ[j] = Σ_i h[i,j] + K[j] · Z[j]
+    dc = Q · (E ∘ dO Sᵀ) − K · W − β · (K · Z) + Σ_j h[i,j] · β[j] − β[i] · Σ_j h[j,i]
 
-and dc[last] has the sum of K · Z and exp(c[last]) · S · dS besides; dg[t] is the sum of dc from t
-on.
+and dc[last] has the sum of β · (K · Z) and exp(c[last]) · S · dS besides; dg[t] is the sum of dc
+from t on.
 """
 
 import dataclasses
@@ -45,7 +46,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E
-from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
 from jaxkern.mosaic.mma import (
     TileRing,
@@ -57,10 +57,13 @@ from jaxkern.mosaic.mma import (
     multiply,
     store_matrix,
     store_tile,
+    sync_tiles,
+    tile,
+    wait_for_tiles,
     write_tile,
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
-from jaxkern.mosaic.ring import close_copies, wait_for_copy
+from jaxkern.mosaic.ring import close_copies
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -94,8 +97,11 @@ PAIR = 2
 """Chunks of a block that inverts: it has a lane for each column of both."""
 SAVED = SAVED_EVERY // CHUNK
 """Chunks from one saved state to the next."""
+_SQUARE = 2 * CHUNK * CHUNK
+"""Bytes of a tile of two chunks' tokens."""
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
+_BF16, _F32 = jnp.bfloat16, jnp.float32
 
 
 def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str | None:
@@ -200,11 +206,6 @@ class _Call:
         v = v.reshape(*v.shape[:2], self.groups, self.rank, v.shape[-1])
         return v[:, :, :, 0] if self.rank == 1 else v.astype(dtype).sum(3)
 
-    def squares(self) -> Any:
-        """The type of T and of P."""
-        shape = self.batch, self.heads, self.chunks, CHUNK, CHUNK
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
     def states_like(self, count: int) -> Any:
         shape = self.batch, count, self.heads, self.keys, self.values
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -260,52 +261,45 @@ def _decays(steps: Any, *, strict: bool = False) -> Any:
     return jnp.exp2(causal(c, first=1 if strict else 0))
 
 
-def _pairs(call: _Call) -> tuple[Any, Any]:
-    """T and P of all chunks, (B, H, chunks, CHUNK, CHUNK)."""
+def _of_earlier(steps: Any) -> Any:
+    """(CHUNK, CHUNK), beta of the tokens that are the columns."""
+    return over_columns(_load(steps, 1, COLUMNS), CHUNK)
+
+
+def _inverses(call: _Call) -> Any:
+    """T of all chunks, (B, H, chunks, CHUNK, CHUNK)."""
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.chunks // PAIR)
         first = at.own[0] * PAIR
         for n in range(PAIR):
-            for name in ("q", "k"):
-                copy_to_tile(at.keys(getattr(refs, name), first + n), getattr(smem, name).at[n])
+            copy_to_tile(at.keys(refs.k, first + n), smem.k.at[n])
             copy_to_tile(at.square(refs.steps, first + n), smem.steps.at[n])
         close_copies(True)
-        wait_for_copy(None, 0)
+        wait_for_tiles()
         for n in range(PAIR):
-            q, k, steps = (getattr(smem, name).at[n] for name in ("q", "k", "steps"))
-            of_keys, P = multiply([accumulator(CHUNK)] * 2, [k, q], k, transposed=True)
-            D = _decays(steps)
-            store_matrix(smem.A.at[n], of_keys * D * over_rows(_load(steps, 1, ROWS), CHUNK))
-            sync_warpgroup()  # all warps have read q
-            P_tile = q.at[:, pl.ds(0, CHUNK)]
-            store_tile(P_tile, (P * D).astype(q.dtype))
-        sync_warpgroup()
-        for n in range(PAIR):
-            write_tile(smem.q.at[n, :, pl.ds(0, CHUNK)], at.square(refs.P, first + n))
+            k, steps = smem.k.at[n], smem.steps.at[n]
+            (A,) = multiply([accumulator(CHUNK)], [k], k, transposed=True)
+            store_matrix(smem.A.at[n], A * _decays(steps) * _of_earlier(steps))
+        sync_tiles()
         invert_unit_lower(smem.A, refs.T.at[at.batch, at.head, pl.ds(first, PAIR)])
 
-    of_keys = plgpu.SMEM((PAIR, CHUNK, call.keys), jnp.bfloat16)
     scratch = {
-        "q": of_keys,
-        "k": of_keys,
-        "steps": plgpu.SMEM((PAIR, 2, CHUNK), jnp.float32),
-        "A": plgpu.SMEM((PAIR, CHUNK, CHUNK), jnp.float32),
+        "k": tile(CHUNK, call.keys, _BF16, stages=PAIR),
+        "steps": plgpu.SMEM((PAIR, 2, CHUNK), _F32),
+        "A": plgpu.SMEM((PAIR, CHUNK, CHUNK), _F32),
     }
-    ins = {"q": call.q, "k": call.k, "steps": call.steps}
-    outs = {"T": call.squares(), "P": call.squares()}
+    shape = call.batch, call.heads, call.chunks, CHUNK, CHUNK
+    outs = {"T": jax.ShapeDtypeStruct(shape, _BF16)}
     grid = call.batch * call.heads * call.chunks // PAIR
-    results = _launch(kernel, "pairs", ins, outs, scratch, grid)
-    return results["T"], results["P"]
+    ins = {"k": call.k, "steps": call.steps}
+    return _launch(kernel, "inverse", ins, outs, scratch, grid)["T"]
 
 
-_BF16, _F32 = jnp.bfloat16, jnp.float32
-
-
-def _ring(call: _Call, other: int, *names: str) -> TileRing:
+def _ring(call: _Call, other: int, grid: int, *names: str) -> TileRing:
     tiles = dict.fromkeys(names, ((CHUNK, CHUNK), _BF16))
     tiles |= {name: ((CHUNK, call.keys), _BF16) for name in names if name in ("q", "k")}
-    return TileRing.of(other, tiles | {"steps": ((2, CHUNK), _F32)})
+    return TileRing.of(other, tiles | {"steps": ((2, CHUNK), _F32)}, grid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +315,7 @@ class _Scan:
     def sources(self, chunk: Any, part: Any) -> dict[str, Any]:
         """What the ring fetches for a chunk."""
         of = {"q": self.at.keys, "k": self.at.keys}
-        of |= dict.fromkeys(("steps", "T", "P"), self.at.square)
+        of |= dict.fromkeys(("steps", "T"), self.at.square)
         values = lambda ref, chunk: self.at.values(ref, chunk, part)
         return {
             name: of.get(name, values)(getattr(self.refs, name), chunk) for name in self.ring.tiles
@@ -342,26 +336,28 @@ def _first(ref: Any, at: _At, index: Any, part: Any, keys: int) -> Any:
     return accumulator(keys) if ref is None else load_transposed(at.state(ref, index, part))
 
 
-def _new_values(stage: dict[str, Any], S: Any) -> Any:
-    """Uᵀ, (SLICE, CHUNK), from Sᵀ."""
+def _values_left(stage: dict[str, Any], read: Any) -> Any:
+    """(V − E ∘ (K S))ᵀ, (SLICE, CHUNK), from (K S)ᵀ."""
+    E = over_columns(jnp.exp2(_load(stage["steps"], 0, COLUMNS)), SLICE)
+    return to_fp32(load_left(stage["v"], transposed=True)) - read * E
+
+
+def _to_end(steps: Any) -> Any:
+    """β ∘ left, for columns."""
+    left = jnp.exp2(steps[0, CHUNK - 1] - _load(steps, 0, COLUMNS))
+    return over_columns(left * _load(steps, 1, COLUMNS), SLICE)
+
+
+def _next_state(stage: dict[str, Any], S: Any, new: Any) -> Any:
     steps = stage["steps"]
-    (read,) = multiply([accumulator(CHUNK)], [S], stage["k"], transposed=True)
-    E = over_columns(jnp.exp2(_load(steps, 0, COLUMNS)), SLICE)
-    v = to_fp32(load_left(stage["v"], transposed=True))
-    X = (v - read * E) * over_columns(_load(steps, 1, COLUMNS), SLICE)
-    return multiply([accumulator(CHUNK)], [X], stage["T"], transposed=True)[0]
+    decayed = S * jnp.exp2(steps[0, CHUNK - 1])
+    return multiply([decayed], [new * _to_end(steps)], stage["k"])[0]
 
 
-def _next_state(stage: dict[str, Any], S: Any, U: Any) -> Any:
-    steps = stage["steps"]
-    last = steps[0, CHUNK - 1]
-    left = jnp.exp2(last - _load(steps, 0, COLUMNS))
-    return multiply([S * jnp.exp2(last)], [U * over_columns(left, SLICE)], stage["k"])[0]
-
-
-def _launch_scan(call: _Call, initial: Any, T: Any, P: Any, *, save: bool) -> dict[str, Any]:
+def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, Any]:
     """The output, the final state and, to save, the states before every SAVED-th chunk."""
-    ring = _ring(call, 0, "q", "k", "v", "T", "P")
+    grid = call.batch * call.heads * call.slices
+    ring = _ring(call, _SQUARE, grid, "q", "k", "v", "T")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
@@ -371,14 +367,20 @@ def _launch_scan(call: _Call, initial: Any, T: Any, P: Any, *, save: bool) -> di
             if save:
                 to = at.state(refs.states, lax.div(chunk, SAVED), part)
                 pl.when(lax.rem(chunk, SAVED) == 0)(lambda: store_matrix(to, S, transposed=True))
+            P, read = multiply(
+                [accumulator(CHUNK)] * 2, [stage["q"], S], stage["k"], transposed=True
+            )
             (out,) = multiply([accumulator(CHUNK)], [S], stage["q"], transposed=True)
-            U = _new_values(stage, S)
+            P = P * _decays(stage["steps"]) * _of_earlier(stage["steps"])
+            store_tile(smem.P, P.astype(_BF16))
+            left = _values_left(stage, read)
             out = out * over_columns(jnp.exp2(_load(stage["steps"], 0, COLUMNS)), SLICE)
-            (out,) = multiply([out], [U], stage["P"], transposed=True)
-            S = _next_state(stage, S, U)
-            sync_warpgroup()  # all warps have read v
+            sync_tiles()  # and all warps have read v
+            (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
+            (out,) = multiply([out], [new], smem.P, transposed=True)
+            S = _next_state(stage, S, new)
             store_tile(stage["v"], (out * call.scale).astype(_BF16), transposed=True)
-            sync_warpgroup()
+            sync_tiles()
             write_tile(stage["v"], at.values(refs.out, chunk, part))
             return S
 
@@ -386,20 +388,21 @@ def _launch_scan(call: _Call, initial: Any, T: Any, P: Any, *, save: bool) -> di
         S = scan.loop(call.chunks, lambda n: n, part, step, S)
         store_matrix(at.state(refs.final, 0, part), S, transposed=True)
 
-    ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "T": T, "P": P}
+    ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "T": T}
     outs = {
         "out": jax.ShapeDtypeStruct(call.v.shape, _BF16),
         "final": call.states_like(1),
         "states": call.states_like(-(-call.chunks // SAVED)) if save else None,
     }
-    grid = call.batch * call.heads * call.slices
-    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, ring.scratch(), grid)
+    scratch = ring.scratch() | {"P": tile(CHUNK, CHUNK, _BF16)}
+    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid)
 
 
 def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
-    """The transposed states before all chunks and U, in 16 bits, from those that were saved."""
-    ring = _ring(call, 0, "k", "v", "T")
+    """The transposed states before all chunks and N, in 16 bits, from those that were saved."""
     parts = states.shape[1]
+    grid = call.batch * call.heads * call.slices * parts
+    ring = _ring(call, 0, grid, "k", "v", "T")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices, parts)
@@ -408,12 +411,14 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
         def step(chunk: Any, stage: dict[str, Any], S: Any) -> Any:
             to = refs.before.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
             store_matrix(to, S)
-            U = _new_values(stage, S)
-            S = _next_state(stage, S, U)
-            sync_warpgroup()
-            store_tile(stage["v"], U.astype(_BF16), transposed=True)
-            sync_warpgroup()
-            write_tile(stage["v"], at.values(refs.U, chunk, part))
+            (read,) = multiply([accumulator(CHUNK)], [S], stage["k"], transposed=True)
+            left = _values_left(stage, read)
+            sync_tiles()  # all warps have read v
+            (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
+            S = _next_state(stage, S, new)
+            store_tile(stage["v"], new.astype(_BF16), transposed=True)
+            sync_tiles()
+            write_tile(stage["v"], at.values(refs.new, chunk, part))
             return S
 
         S = _first(refs.states, at, index, part, call.keys)
@@ -422,15 +427,15 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
         scan.loop(count, lambda n: first + n, part, step, S)
 
     ins = {"k": call.k, "v": call.v, "steps": call.steps, "T": T, "states": states}
-    outs = {"before": call.turned_like(), "U": jax.ShapeDtypeStruct(call.v.shape, _BF16)}
-    grid = call.batch * call.heads * call.slices * parts
+    outs = {"before": call.turned_like(), "new": jax.ShapeDtypeStruct(call.v.shape, _BF16)}
     results = _launch(kernel, "states", ins, outs, ring.scratch(), grid)
-    return results["before"], results["U"]
+    return results["before"], results["new"]
 
 
-def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any, P: Any) -> dict[str, Any]:
-    """dS after each chunk, transposed, and Y, in 16 bits; dV, and dS before the first chunk."""
-    ring = _ring(call, 2 * CHUNK * SLICE, "q", "k", "dout", "T", "P")
+def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, Any]:
+    """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk."""
+    grid = call.batch * call.heads * call.slices
+    ring = _ring(call, _SQUARE, grid, "q", "k", "dout", "T")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
@@ -439,50 +444,60 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any, P: Any) -> dict
         def step(chunk: Any, stage: dict[str, Any], dS: Any) -> Any:
             to = refs.after.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
             store_matrix(to, dS)
-            steps = stage["steps"]
-            c, beta = _load(steps, 0, COLUMNS), over_columns(_load(steps, 1, COLUMNS), SLICE)
-            last, E = steps[0, CHUNK - 1], over_columns(jnp.exp2(c), SLICE)
-            (dU,) = multiply([accumulator(CHUNK)], [dS], stage["k"], transposed=True)
-            dU = dU * over_columns(jnp.exp2(last - c), SLICE)
+            steps, last = stage["steps"], stage["steps"][0, CHUNK - 1]
+            P, dN = multiply(
+                [accumulator(CHUNK)] * 2, [stage["q"], dS], stage["k"], transposed=True
+            )
+            store_tile(smem.P, (P * _decays(steps) * _of_earlier(steps)).astype(_BF16))
+            dN = dN * _to_end(steps)
             dout = to_fp32(load_left(stage["dout"], transposed=True)) * call.scale
-            (dU,) = multiply([dU], [dout], stage["P"])
-            (Y,) = multiply([accumulator(CHUNK)], [dU], stage["T"])
+            sync_tiles()  # and all warps have read dout
+            (dN,) = multiply([dN], [dout], smem.P)
+            (dV,) = multiply([accumulator(CHUNK)], [dN], stage["T"])
+            E = over_columns(jnp.exp2(_load(steps, 0, COLUMNS)), SLICE)
             (dS,) = multiply([dS * jnp.exp2(last)], [dout * E], stage["q"])
-            dV = Y * beta
             (dS,) = multiply([dS], [-dV * E], stage["k"])
-            sync_warpgroup()  # all warps have read dout
-            store_tile(stage["dout"], Y.astype(_BF16), transposed=True)
-            store_tile(smem.dV, dV.astype(_BF16), transposed=True)
-            sync_warpgroup()
-            write_tile(stage["dout"], at.values(refs.Y, chunk, part))
-            write_tile(smem.dV, at.values(refs.dV, chunk, part))
+            store_tile(stage["dout"], dV.astype(_BF16), transposed=True)
+            sync_tiles()
+            write_tile(stage["dout"], at.values(refs.dV, chunk, part))
             return dS
 
         dS = _first(refs.dfinal, at, 0, part, call.keys)
         dS = scan.loop(call.chunks, lambda n: call.chunks - 1 - n, part, step, dS)
         store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
 
-    ins = {"q": call.q, "k": call.k, "dout": dout, "steps": call.steps, "T": T, "P": P}
+    ins = {"q": call.q, "k": call.k, "dout": dout, "steps": call.steps, "T": T}
     of_values = jax.ShapeDtypeStruct(call.v.shape, _BF16)
     outs = {
         "after": call.turned_like(),
-        "Y": of_values,
         "dV": of_values,
         "dinitial": call.states_like(1),
     }
-    scratch = ring.scratch() | {"dV": plgpu.SMEM((CHUNK, SLICE), _BF16)}
-    grid = call.batch * call.heads * call.slices
-    return _launch(kernel, "bwd_scan", ins | {"dfinal": dfinal}, outs, scratch, grid)
+    scratch = ring.scratch() | {"P": tile(CHUNK, CHUNK, _BF16)}
+    return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid)
 
 
 _DC, _DBETA, _KZ = range(3)
-"""Rows of what the last kernel stores of each token: dc, dβ, and K · Z."""
+"""Rows of what the last kernel stores of each token: dc, dβ, and β · (K · Z)."""
 
 
-def _launch_grads(call: _Call, dout: Any, before: Any, U: Any, after: Any, Y: Any) -> Any:
+_PIECE = 16
+"""Columns that are multiplied at once where no product is: registers are short."""
+
+
+def _row_sums(v: Any, ref: Any, first: int) -> Any:
+    """(CHUNK,): sums over the columns of `v` times those of a tile from `first` on."""
+    total = accumulator(_PIECE)
+    for column in range(0, v.shape[1], _PIECE):
+        weights = load_left(ref, columns=(first + column, _PIECE))
+        total = total + v[:, column : column + _PIECE] * to_fp32(weights)
+    return jnp.sum(total, axis=1)
+
+
+def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV: Any) -> Any:
     """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
     slices, halves = call.slices, call.keys // KEYS
-    names = ("dout", "Y", "U")
+    names = ("dout", "dV", "new")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.chunks)
@@ -494,76 +509,79 @@ def _launch_grads(call: _Call, dout: Any, before: Any, U: Any, after: Any, Y: An
             for part in range(slices):
                 source = at.values(getattr(refs, name), chunk, part)
                 copy_to_tile(source, getattr(smem, name).at[part])
-        steps, dout, Y, U = smem.steps, smem.dout, smem.Y, smem.U
-        of_v = accumulator(SLICE)
-        for part in range(slices):
-            copy_to_tile(at.values(refs.v, chunk, part), smem.S)
+        steps, dout, dV, new = smem.steps, smem.dout, smem.dV, smem.new
+
+        def fetch(half: int, part: int) -> None:
+            """Starts to fetch S and dS of some keys and values."""
+            for ref, to in ((refs.before, smem.S), (refs.after, smem.dS)):
+                of_slice = ref.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+                copy_to_tile(of_slice.at[:, pl.ds(half * KEYS, KEYS)], to)
             close_copies(True)
-            wait_for_copy(None, 0)
-            of_v = of_v + to_fp32(load_left(Y.at[part])) * to_fp32(load_left(smem.S))
-            sync_warpgroup()  # all warps have read v
-        dA, dP = [accumulator(CHUNK)] * 2
-        for part in range(slices):
-            lefts = [Y.at[part], dout.at[part]]
-            dA, dP = multiply([dA, dP], lefts, U.at[part], transposed=True)
-        of_keys, of_queries = multiply(
-            [accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True
-        )
+
+        close_copies(True)
+        fetch(0, 0)
+        wait_for_tiles(1)
         beta = _load(steps, 1, ROWS)
-        dA = -dA * _decays(steps, strict=True)
-        dP = dP * (_decays(steps) * call.scale)
-        dbeta = jnp.sum(of_v, axis=1) + jnp.sum(dA * of_keys, axis=1)
-        F = dA * over_rows(beta, CHUNK)
-        H = F * of_keys + dP * of_queries
-        dc = jnp.sum(H, axis=1)
+        a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
+        a, P = a * _decays(steps, strict=True), P * _decays(steps)
+        M, dP = [accumulator(CHUNK)] * 2
+        for part in range(slices):
+            lefts = [dV.at[part], dout.at[part]]
+            M, dP = multiply([M, dP], lefts, new.at[part], transposed=True)
+        dP = dP * call.scale
+        h = dP * P - M * a
+        dc = jnp.sum(h * _of_earlier(steps), axis=1)
         for first in range(0, CHUNK, 32):
-            store_column_sums(smem.columns, first, H[:, first : first + 32])
-        store_tile(smem.S, F.astype(_BF16))
-        store_tile(smem.dP, dP.astype(_BF16))
-        sync_warpgroup()
-        both = load_left(smem.S) + load_left(smem.S, transposed=True)
-        turned = load_left(smem.dP, transposed=True)
-        dc = dc - sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
+            store_column_sums(smem.columns, first, h[:, first : first + 32])
+        F = -M * _decays(steps, strict=True) * _of_earlier(steps)
+        G = dP * _decays(steps) * _of_earlier(steps)
+        store_tile(smem.G, F.astype(_BF16))
+        sync_tiles()
+        both = load_left(smem.G) + load_left(smem.G, transposed=True)
+        sync_tiles()
+        store_tile(smem.G, G.astype(_BF16))
+        dbeta = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
+        dc = dc - beta * dbeta
         c = _load(steps, 0, ROWS)
         E, left = jnp.exp2(c), jnp.exp2(steps[0, CHUNK - 1] - c)
         kz, of_states = [], lane_zeros()
         for half in range(halves):
-            columns = half * KEYS, KEYS
+            first = half * KEYS
             dq, w, z = [accumulator(KEYS)] * 3
             for part in range(slices):
-                sync_warpgroup()  # all warps have read what is in the tiles
-                for ref, tile in ((refs.before, smem.S), (refs.after, smem.dS)):
-                    of_slice = ref.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
-                    copy_to_tile(of_slice.at[:, pl.ds(*columns)], tile)
-                close_copies(True)
-                wait_for_copy(None, 0)
-                dq, w = multiply([dq, w], [dout.at[part], Y.at[part]], smem.S)
-                (z,) = multiply([z], [U.at[part]], smem.dS)
-                S, dS = (to_fp32(load_left(tile)) for tile in (smem.S, smem.dS))
-                of_states = of_states + lane_sums(S * dS)
-            q, k = (to_fp32(load_left(v, columns=columns)) for v in (smem.q, smem.k))
-            dq, w = dq * over_rows(E * call.scale, KEYS), w * over_rows(E, KEYS)
-            z = z * over_rows(left, KEYS)
-            of_w, of_z = jnp.sum(w * k, axis=1), jnp.sum(z * k, axis=1)
-            dc = dc + jnp.sum(dq * q, axis=1) - beta * of_w - of_z
-            dbeta = dbeta - of_w
-            kz.append(of_z)
-            dk = z - w * over_rows(beta, KEYS)
-            dq, dk = multiply([dq, dk], [smem.dP, both], smem.k, first=columns[0])
-            (dk,) = multiply([dk], [turned], smem.q, first=columns[0])
+                wait_for_tiles()
+                dq, w = multiply([dq, w], [dout.at[part], dV.at[part]], smem.S)
+                (z,) = multiply([z], [new.at[part]], smem.dS)
+                for column in range(0, KEYS, _PIECE):
+                    pieces = (load_left(v, columns=(column, _PIECE)) for v in (smem.S, smem.dS))
+                    S, dS = map(to_fp32, pieces)
+                    of_states = of_states + lane_sums(S * dS)
+                sync_tiles()  # all warps have read S and dS
+                if part < slices - 1:
+                    fetch(half, part + 1)
+                elif half < halves - 1:
+                    fetch(half + 1, 0)
+            dq = dq * over_rows(E * call.scale, KEYS)
+            dc = dc + _row_sums(dq, smem.q, first)
+            of_w, of_z = E * _row_sums(w, smem.k, first), left * _row_sums(z, smem.k, first)
+            dc, dbeta = dc - of_w - beta * of_z, dbeta + of_z
+            kz.append(beta * of_z)
+            dk = z * over_rows(left * beta, KEYS) - w * over_rows(E, KEYS)
+            dq, dk = multiply([dq, dk], [smem.G, both], smem.k, first=first)
+            turned = load_left(smem.G, transposed=True)
+            (dk,) = multiply([dk], [turned], smem.q, first=first)
             for ref, v in ((refs.dq, dq), (refs.dk, dk)):
                 to = ref.at[at.batch, _tokens(chunk), at.head]
-                store_matrix(to.at[:, pl.ds(*columns)], v)
+                store_matrix(to.at[:, pl.ds(first, KEYS)], v)
         to = at.square(refs.numbers, chunk)
         for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, sum(kz))):
             to.at[row][...] = v
         of_states = of_states * jnp.exp2(steps[0, CHUNK - 1])
         at.square(refs.of_states, chunk)[...] = of_states
 
-    of_values = plgpu.SMEM((slices, CHUNK, SLICE), _BF16)
-    square = plgpu.SMEM((CHUNK, CHUNK), _BF16)
-    scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "dP"), square)
-    scratch |= dict.fromkeys(("q", "k"), plgpu.SMEM((CHUNK, call.keys), _BF16))
+    of_values, square = tile(CHUNK, SLICE, _BF16, stages=slices), tile(CHUNK, CHUNK, _BF16)
+    scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "G"), square)
+    scratch |= dict.fromkeys(("q", "k"), tile(CHUNK, call.keys, _BF16))
     scratch |= {
         "steps": plgpu.SMEM((2, CHUNK), _F32),
         "columns": plgpu.SMEM((WARPS, CHUNK), _F32),
@@ -578,8 +596,8 @@ def _launch_grads(call: _Call, dout: Any, before: Any, U: Any, after: Any, Y: An
         "numbers": like((*of_chunks, 3, CHUNK), _F32),
         "of_states": like((*of_chunks, LANES), _F32),
     }
-    ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "dout": dout}
-    ins |= {"before": before, "U": U, "after": after, "Y": Y}
+    ins = {"q": call.q, "k": call.k, "steps": call.steps, "dout": dout}
+    ins |= {"before": before, "new": new, "after": after, "dV": dV}
     return _launch(kernel, "bwd", ins, outs, scratch, int(np.prod(of_chunks)))
 
 
@@ -591,7 +609,7 @@ def launch_fwd(
     if v.size == 0:
         return reference_fwd(options, *args)
     call = _Call(options, q, k, v, _cut(g, v, rank), beta)
-    results = _launch_scan(call, _one(call, initial_state), *_pairs(call), save=options.save)
+    results = _launch_scan(call, _one(call, initial_state), _inverses(call), save=options.save)
     out, final = call.cut_values(results["out"]), call.cut_states(results["final"][:, 0])
     states = call.cut_states(results["states"]) if options.save else None
     found = out, final if options.final else None, states
@@ -629,11 +647,11 @@ def launch_bwd(
         return reference_bwd(options, *args)
     cut = _cut(g, v, rank)
     call = _Call(options, q, k, v, cut, beta)
-    T, P = _pairs(call)
+    T = _inverses(call)
     of_values = call.of_values(dout)
-    before, U = _launch_states(call, call.states(states), T)
-    ends = _launch_reverse(call, of_values, _one(call, dfinal), T, P)
-    grads = _launch_grads(call, of_values, before, U, ends["after"], ends["Y"])
+    before, new = _launch_states(call, call.states(states), T)
+    ends = _launch_reverse(call, of_values, _one(call, dfinal), T)
+    grads = _launch_grads(call, of_values, before, new, ends["after"], ends["dV"])
     dq, dk = (call.cut_keys(grads[name], _F32) for name in ("dq", "dk"))
     if options.qk_l2norm:
         wide = tuple(x.astype(_F32) for x in (q, k))

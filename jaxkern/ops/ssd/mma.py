@@ -37,20 +37,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.mma import (
     TileRing,
     accumulator,
     load_left,
     multiply,
+    rows_of,
     start_tile_copy,
     store_matrix,
     store_tile,
+    sync_tiles,
+    tile,
+    wait_for_tiles,
     write_tile,
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
-from jaxkern.mosaic.ring import close_copies, wait_for_copy
+from jaxkern.mosaic.ring import close_copies
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -85,10 +88,10 @@ PART = 16
 """States whose products are added to dB and dC at once."""
 
 
-def _ring(other: int, dtype: Any, **tiles: tuple[int, ...]) -> TileRing:
+def _ring(grid: int, other: int, dtype: Any, **tiles: tuple[int, ...]) -> TileRing:
     """A ring of tiles, and of the step sizes of a chunk, beside `other` bytes of shared memory."""
     of_tiles = {name: (shape, dtype) for name, shape in tiles.items()}
-    return TileRing.of(other, of_tiles | {"steps": ((2, CHUNK), jnp.float32)})
+    return TileRing.of(other, of_tiles | {"steps": ((2, CHUNK), jnp.float32)}, grid)
 
 
 def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
@@ -113,8 +116,8 @@ def launch_fwd(scan: SsdTile, ins: dict[str, Any], outs: dict[str, Any]) -> dict
     tiles = {"x": (STEP, SLICE), "B": (STEP, N), "C": (STEP, N)}
     if ins["z"] is not None:
         tiles["z"] = STEP, SLICE
-    ring = _ring(2 * STEP * STEP, dtype, **tiles)
-    scratch = ring.scratch() | {"M": plgpu.SMEM((STEP, STEP), dtype)}
+    ring = _ring(scan.grid, 2 * STEP * STEP, dtype, **tiles)
+    scratch = ring.scratch() | {"M": tile(STEP, STEP, dtype)}
     return _launch(
         lambda refs, smem: _Forward(scan, ring, refs, smem, SsdUnit(scan, 0)).run(),
         *("ssd_mma_fwd", ins, outs, scratch, scan.grid),
@@ -199,7 +202,7 @@ class _Forward(_Sequence):
         if self.refs.D is not None:
             y = y + self.skip() * x32
         z = None if self.refs.z is None else to_fp32(load_left(stage["z"], transposed=True))
-        sync_warpgroup()
+        sync_tiles()
         (y,) = multiply([y], [x], M)
         if z is not None:
             if self.refs.y is not None:
@@ -209,7 +212,7 @@ class _Forward(_Sequence):
         weight = jnp.exp2(decays.last() - c) * s
         weighted = (x32 * over_columns(weight, STEP)).astype(dtype)
         (h,) = multiply([h * jnp.exp2(decays.total())], [weighted], stage["B"])
-        sync_warpgroup()
+        sync_tiles()
         write_tile(stage["x"], self.tokens(self.refs.out, t))
         if self.refs.y is not None:
             write_tile(stage["z"], self.tokens(self.refs.y, t))
@@ -221,7 +224,7 @@ def launch_carry(
 ) -> tuple[Any, Any]:
     """As :func:`jaxkern.ops.ssd.forward.launch_carry`; states of all chunks are saved or none."""
     scan = dataclasses.replace(scan, warpgroups=1)
-    ring = _ring(0, tokens.dtype, tokens=(STEP, SLICE), weights=(STEP, scan.states))
+    ring = _ring(scan.grid, 0, tokens.dtype, tokens=(STEP, SLICE), weights=(STEP, scan.states))
     state = scan.heads, scan.channels, scan.states
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)
     results = _launch(
@@ -286,10 +289,10 @@ def launch_grads(scan: SsdTile, arrays: Any, dy: Any, before: Any, ends: Any) ->
       head, where D is.
     """
     own = _launch_own(scan, arrays, dy, ends)
-    tile = SsdBackwardTile.of(scan)
-    dC, gains = _launch_outer(tile, "C", arrays.C, dy, before, arrays.steps)
-    dB, losses = _launch_outer(tile, "B", arrays.B, arrays.x, own["after"], arrays.steps)
-    dS, within = _launch_scores(tile, arrays, dy)
+    cut = SsdBackwardTile.of(scan)
+    dC, gains = _launch_outer(cut, "C", arrays.C, dy, before, arrays.steps)
+    dB, losses = _launch_outer(cut, "B", arrays.B, arrays.x, own["after"], arrays.steps)
+    dS, within = _launch_scores(cut, arrays, dy)
     add = lambda f, dS, v: jnp.einsum(f, dS, v, preferred_element_type=jnp.float32)
     chunked = lambda v: v.reshape(scan.batch, scan.chunks, CHUNK, *v.shape[2:])
     dC = dC + add("bcgij,bcjgn->bcign", dS, chunked(arrays.B)).reshape(dC.shape)
@@ -316,7 +319,7 @@ def _launch_own(scan: SsdTile, arrays: Any, dy: Any, ends: Any) -> dict[str, Any
     dtype, N, f32 = dy.dtype, scan.states, jnp.float32
     like = jax.ShapeDtypeStruct
     tiles = {"x": (STEP, SLICE), "dy": (STEP, SLICE), "B": (STEP, N), "C": (STEP, N)}
-    ring = _ring(2 * STEP * STEP + 4 * WARPS * STEP, dtype, **tiles)
+    ring = _ring(scan.grid, 2 * STEP * STEP + 4 * WARPS * STEP, dtype, **tiles)
     of_heads = arrays.D is not None and arrays.D.ndim == 1
     units = scan.heads * scan.slices
     results = _launch(
@@ -339,8 +342,7 @@ def _launch_own(scan: SsdTile, arrays: Any, dy: Any, ends: Any) -> dict[str, Any
             "carried": like((scan.batch, units, scan.chunks * STEPS, LANES), f32),
             "skip": like((scan.batch, scan.parts, units, LANES), f32) if of_heads else None,
         },
-        ring.scratch()
-        | {"M": plgpu.SMEM((STEP, STEP), dtype), "columns": plgpu.SMEM((WARPS, STEP), f32)},
+        ring.scratch() | {"M": tile(STEP, STEP, dtype), "columns": plgpu.SMEM((WARPS, STEP), f32)},
         scan.grid,
     )
     results["dinitial"] = results.pop("final")[:, 0]
@@ -392,7 +394,7 @@ class _Backward(_Sequence):
         dy32, x32 = to_fp32(dy), to_fp32(x)
         carried = refs.carried.at[self.at.batch, self.unit(), t]
         carried[...] = lane_sums(x32 * u * over_columns(s, STEP))
-        sync_warpgroup()
+        sync_tiles()
         (u,) = multiply([u], [dy], smem.M)
         dx = u * over_columns(s, STEP)
         if refs.D is not None:
@@ -406,7 +408,7 @@ class _Backward(_Sequence):
         entered = jnp.exp2(c - decays.before())
         weighted = (dy32 * over_columns(entered, STEP)).astype(dtype)
         (dh,) = multiply([dh * jnp.exp2(decays.total())], [weighted], stage["C"])
-        sync_warpgroup()
+        sync_tiles()
         write_tile(stage["x"], self.tokens(refs.dx, t))
         ds = sum(plgpu.load(smem.columns.at[k], layout=ROWS) for k in range(WARPS))
         to = refs.sums.at[self.at.batch, self.unit(), chunk]
@@ -420,19 +422,19 @@ class _Chunk:
     """The chunk of a block, and its units of a group.
 
     Args:
-      tile: of the launch.
+      cut: of the launch.
       kinds: blocks of each chunk and split; `kind` says which one this is.
     """
 
-    def __init__(self, tile: SsdBackwardTile, kinds: int = 1):
-        scan, block = tile.scan, lax.axis_index(BLOCK)
+    def __init__(self, cut: SsdBackwardTile, kinds: int = 1):
+        scan, block = cut.scan, lax.axis_index(BLOCK)
         self._scan = scan
         self.kind, block = lax.rem(block, kinds), lax.div(block, kinds)
         self.group, rest = lax.rem(block, scan.groups), lax.div(block, scan.groups)
-        self.split, rest = lax.rem(rest, tile.splits), lax.div(rest, tile.splits)
+        self.split, rest = lax.rem(rest, cut.splits), lax.div(rest, cut.splits)
         self.chunk, self.batch = lax.rem(rest, scan.chunks), lax.div(rest, scan.chunks)
-        self._first = self.split * tile.split_units
-        self.count = jnp.minimum(tile.split_units, scan.units - self._first)
+        self._first = self.split * cut.split_units
+        self.count = jnp.minimum(cut.split_units, scan.units - self._first)
 
     def number(self, n: Any) -> Any:
         """The number of the `n`-th unit among all groups'."""
@@ -461,12 +463,12 @@ def _half(half: Any) -> Any:
 
 
 def _launch_outer(
-    tile: SsdBackwardTile, role: str, weights: Any, tokens: Any, states: Any, steps: Any
+    cut: SsdBackwardTile, role: str, weights: Any, tokens: Any, states: Any, steps: Any
 ) -> tuple[Any, Any]:
     """The sum over units of weighted tokens times states, and each unit's share times `weights`.
 
     Args:
-      tile: of the launch.
+      cut: of the launch.
       role: "C" for tokens weighted by exp(c), "B" by w.
       weights: C or B, (B, L, G, N).
       tokens: dy or x, (B, L, H, P).
@@ -476,13 +478,13 @@ def _launch_outer(
     Returns:
       (B, L, G, N) and (B, units, chunks, CHUNK), in fp32.
     """
-    scan, dtype, N = tile.scan, tokens.dtype, tile.scan.states
-    ring = _ring(2 * CHUNK * N, dtype, tokens=(CHUNK, SLICE), states=(SLICE, N))
+    scan, dtype, N = cut.scan, tokens.dtype, cut.scan.states
+    ring = _ring(cut.grid, 2 * CHUNK * N, dtype, tokens=(CHUNK, SLICE), states=(SLICE, N))
     like, f32 = jax.ShapeDtypeStruct, jnp.float32
     parts = range(0, N, PART)
 
     def kernel(refs: Any, smem: Any) -> None:
-        at = _Chunk(tile)
+        at = _Chunk(cut)
         start_tile_copy(at.weights(refs.weights), smem.weights)
 
         def sources(n: Any) -> dict[str, Any]:
@@ -498,14 +500,16 @@ def _launch_outer(
                 else:
                     sizes = plgpu.load(stage["steps"].at[1, _half(half)], layout=ROWS)
                     weight = jnp.exp2(stage["steps"][0, CHUNK - 1] - c) * sizes
-                own = to_fp32(load_left(stage["tokens"].at[_half(half)]))
+                own = to_fp32(load_left(rows_of(stage["tokens"], half * STEP, STEP)))
                 lefts.append((own * over_rows(weight, SLICE)).astype(dtype))
             shares = [accumulator(PART)] * STEPS
             ended = []
             for k, first in enumerate(parts):
                 found = multiply([accumulator(PART)] * STEPS, lefts, stage["states"], first=first)
                 for half, v in enumerate(found):
-                    weight = load_left(smem.weights.at[_half(half)], columns=(first, PART))
+                    weight = load_left(
+                        rows_of(smem.weights, half * STEP, STEP), columns=(first, PART)
+                    )
                     shares[half] = shares[half] + v * to_fp32(weight)
                 ended.append([a + v for a, v in zip(sums[k], found, strict=True)])
             to = refs.shares.at[at.batch, at.number(n), at.chunk]
@@ -525,31 +529,31 @@ def _launch_outer(
         f"ssd_mma_bwd_{role}",
         {"weights": weights, "tokens": tokens, "states": states, "steps": steps},
         {
-            "sums": like((tile.splits, *weights.shape), f32),
+            "sums": like((cut.splits, *weights.shape), f32),
             "shares": like((scan.batch, scan.heads * scan.slices, scan.chunks, CHUNK), f32),
         },
-        ring.scratch() | {"weights": plgpu.SMEM((CHUNK, N), dtype)},
-        tile.grid,
+        ring.scratch() | {"weights": tile(CHUNK, N, dtype)},
+        cut.grid,
     )
     return results["sums"].sum(0), results["shares"]
 
 
-def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, Any]:
+def _launch_scores(cut: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, Any]:
     """dS, (B, chunks, G, CHUNK, CHUNK) in 16 bits, and what tokens gain of M.
 
     The latter is (B, units, chunks, blocks, STEP), for the rows of each block in `HALVES`.
     """
-    scan, dtype, N = tile.scan, dy.dtype, tile.scan.states
-    ring = _ring(4 * STEP * N, dtype, x=(STEP, SLICE), dy=(STEP, SLICE))
+    scan, dtype, N = cut.scan, dy.dtype, cut.scan.states
+    ring = _ring(cut.grid * len(HALVES), 4 * STEP * N, dtype, x=(STEP, SLICE), dy=(STEP, SLICE))
     like, f32 = jax.ShapeDtypeStruct, jnp.float32
 
     def kernel(refs: Any, smem: Any) -> None:
-        at = _Chunk(tile, len(HALVES))
+        at = _Chunk(cut, len(HALVES))
         later, earlier = jnp.minimum(at.kind, 1), lax.div(at.kind, 2)
         start_tile_copy(at.weights(refs.C, later * STEP, STEP), smem.C)
         start_tile_copy(at.weights(refs.B, earlier * STEP, STEP), smem.B)
         close_copies(True)
-        wait_for_copy(None, 0)
+        wait_for_tiles()
         (S,) = multiply([accumulator(STEP)], [smem.C], smem.B, transposed=True)  # (i, j)
         diagonal = later == earlier
 
@@ -583,14 +587,14 @@ def _launch_scores(tile: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, An
         {"x": arrays.x, "dy": dy, "steps": arrays.steps, "B": arrays.B, "C": arrays.C},
         {
             "dS": like(
-                (tile.splits, scan.batch, scan.chunks, scan.groups, len(HALVES), STEP, STEP), f32
+                (cut.splits, scan.batch, scan.chunks, scan.groups, len(HALVES), STEP, STEP), f32
             ),
             "gains": like(
                 (scan.batch, scan.heads * scan.slices, scan.chunks, len(HALVES), STEP), f32
             ),
         },
-        ring.scratch() | {name: plgpu.SMEM((STEP, N), dtype) for name in ("B", "C")},
-        tile.grid * len(HALVES),
+        ring.scratch() | {name: tile(STEP, N, dtype) for name in ("B", "C")},
+        cut.grid * len(HALVES),
     )
     dS = results["dS"].sum(0).astype(dtype)
     blocks = {at: dS[..., k, :, :] for k, at in enumerate(HALVES)}
