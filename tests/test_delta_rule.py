@@ -496,7 +496,7 @@ COMPILED = {
     "wide values": ((1, 1000, 4, 256, 128, 2), {}),
     "narrow keys": ((2, 1000, 4, 128, 16, 4), {}),
     "packed chunks": ((2, 1000, 4, 128, 128, 2), {"segment_ids": packed_ids(2, 1000)}),
-    "more blocks than multiprocessors": ((4, 700, 36, 128, 128, 36), {}),
+    "more blocks than multiprocessors": ((2, 130, 36, 128, 128, 36), {}),
 }
 
 

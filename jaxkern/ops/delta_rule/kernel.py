@@ -24,15 +24,13 @@ in the same way, from the end to the start. The states and N are found once more
 that the forward saved. With these chunks are independent: with the products
 
     dP = tril(dO Nᵀ),  M = dV Nᵀ,  W = E ∘ (dV Sᵀ),  Z = left ∘ (N dSᵀ)
-    h = dP ∘ P − M ∘ a,  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
+    h = strict(dP ∘ P − M ∘ a),  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
 
     dQ = E ∘ (dO Sᵀ) + G K
     dK = β ∘ Z − W + Gᵀ Q + (F + Fᵀ) K
-    dβ[j] = Σ_i h[i,j] + K[j] · Z[j]
-    dc = Q · (E ∘ dO Sᵀ) − K · W − β · (K · Z) + Σ_j h[i,j] · β[j] − β[i] · Σ_j h[j,i]
-
-and dc[last] has the sum of β · (K · Z) and exp(c[last]) · S · dS besides; dg[t] is the sum of dc
-from t on.
+    dβ[j] = (dP ∘ P)[j,j] + Σ_i h[i,j] + K[j] · Z[j]
+    dc = Q · (E ∘ dO Sᵀ) − K · W + Σ_j h[i,j] · β[j] − β[i] · Σ_j h[j,i]
+    dg[t] = Σ_{i ≥ t} dc[i] + Σ_{i < t} (β · (K · Z))[i] + exp(c[last]) · S · dS
 """
 
 import dataclasses
@@ -478,7 +476,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
 
 
 _DC, _DBETA, _KZ = range(3)
-"""Rows of what the last kernel stores of each token: dc, dβ, and β · (K · Z)."""
+"""Rows of what the last kernel stores of each token: dc, dβ and β · (K · Z)."""
 
 
 _PIECE = 16
@@ -523,13 +521,16 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         wait_for_tiles(1)
         beta = _load(steps, 1, ROWS)
         a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
-        a, P = a * _decays(steps, strict=True), P * _decays(steps)
+        strict = _decays(steps, strict=True)
+        a, P, earlier = a * strict, P * _decays(steps), P * strict
         M, dP = [accumulator(CHUNK)] * 2
         for part in range(slices):
             lefts = [dV.at[part], dout.at[part]]
             M, dP = multiply([M, dP], lefts, new.at[part], transposed=True)
         dP = dP * call.scale
-        h = dP * P - M * a
+        # What a token adds to both sums of dc is left out of both, or its rounding stays.
+        dbeta = jnp.sum(dP * (P - earlier), axis=1)
+        h = dP * earlier - M * a
         dc = jnp.sum(h * _of_earlier(steps), axis=1)
         for first in range(0, CHUNK, 32):
             store_column_sums(smem.columns, first, h[:, first : first + 32])
@@ -540,8 +541,8 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         both = load_left(smem.G) + load_left(smem.G, transposed=True)
         sync_tiles()
         store_tile(smem.G, G.astype(_BF16))
-        dbeta = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
-        dc = dc - beta * dbeta
+        of_later = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
+        dc, dbeta = dc - beta * of_later, dbeta + of_later
         c = _load(steps, 0, ROWS)
         E, left = jnp.exp2(c), jnp.exp2(steps[0, CHUNK - 1] - c)
         kz, of_states = [], lane_zeros()
@@ -564,7 +565,7 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
             dq = dq * over_rows(E * call.scale, KEYS)
             dc = dc + _row_sums(dq, smem.q, first)
             of_w, of_z = E * _row_sums(w, smem.k, first), left * _row_sums(z, smem.k, first)
-            dc, dbeta = dc - of_w - beta * of_z, dbeta + of_z
+            dc, dbeta = dc - of_w, dbeta + of_z
             kz.append(beta * of_z)
             dk = z * over_rows(left * beta, KEYS) - w * over_rows(E, KEYS)
             dq, dk = multiply([dq, dk], [smem.G, both], smem.k, first=first)
@@ -658,11 +659,14 @@ def launch_bwd(
         _, vjp = jax.vjp(lambda q, k: (unit_length(q), unit_length(k)), *wide)
         dq, dk = (x.astype(dq.dtype) for x in vjp((dq.astype(_F32), dk.astype(_F32))))
     numbers = grads["numbers"]
-    last = grads["of_states"].sum(-1) + numbers[..., _KZ, :].sum(-1)
-    dg = jnp.cumsum(numbers[..., _DC, ::-1], axis=-1)[..., ::-1] + last[..., None]
+    dg = jnp.cumsum(numbers[..., _DC, ::-1], axis=-1)[..., ::-1]
+    dg = dg + grads["of_states"].sum(-1)[..., None]
+    dg = dg.at[..., 1:].add(jnp.cumsum(numbers[..., _KZ, :-1], axis=-1))
     dg, dbeta = call.cut_steps(dg), call.cut_steps(numbers[..., _DBETA, :])
     if g is not None:
-        dg = jnp.where(cut == g, dg, 0)
+        dg = jnp.where(cut == g, dg, 0).astype(g.dtype)
+    if beta is not None:
+        dbeta = dbeta.astype(beta.dtype)
     dinitial = call.cut_states(ends["dinitial"][:, 0])
     found = (
         *(dq, dk, call.cut_values(ends["dV"]), None if g is None else dg),
