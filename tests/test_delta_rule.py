@@ -500,7 +500,7 @@ COMPILED = {
 }
 
 
-def check_kernels(arrays, **options):
+def check_kernels(arrays, tolerance=2.0**-6, **options):
     """Products take 16 bits, so that errors are of several roundings to 16 bits."""
     given = cotangents(arrays)
     with check.running("mosaic"):
@@ -508,7 +508,7 @@ def check_kernels(arrays, **options):
             scan, arrays, given, implementation="mosaic", return_final_state=True, **options
         )
     wide = (np.asarray(a, np.float64) for a in (*arrays, *given))
-    check.assert_close(got, sequences.gated_delta_rule(*wide, **options), 2.0**-6)
+    check.assert_close(got, sequences.gated_delta_rule(*wide, **options), tolerance)
 
 
 @pytest.mark.gpu
@@ -532,8 +532,10 @@ def test_delta_rule_kernels():
 @check.PRODUCTS
 @pytest.mark.parametrize("gates", GATES)
 def test_delta_rule_kernels_gates(gates, products):
+    """With parallel keys that nothing forgets, new values are small differences of large sums."""
+    tolerance = 2.0**-5 if gates == "parallel keys, no decay" else 2.0**-6
     with products():
-        check_kernels(GATES[gates](drawn(1, 300, 2, 64, 128, 2, dtype="bfloat16")))
+        check_kernels(GATES[gates](drawn(1, 300, 2, 64, 128, 2, dtype="bfloat16")), tolerance)
 
 
 @pytest.mark.gpu

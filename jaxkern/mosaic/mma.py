@@ -339,7 +339,7 @@ def load_transposed(ref: Any) -> jax.Array:
 
 
 def _column_of_lane(ref: Any, k: int, half: int) -> list[Any]:
-    """Where a lane's pair of (64, n) lies in (n, 64): register `half` of the `k`-th 8 columns."""
+    """Addresses in (n, 64) of a lane's pair of (64, n): register `half` of the `k`-th 8 columns."""
     stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
     lane = arith.remui(mgpu_utils.thread_idx(), i32(LANES))
     bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
@@ -688,7 +688,7 @@ class _Tile:
         return arith.addi(arith.muli(digit, i32(8)), self.digit(0, 3))
 
     def address(self, row: Any, unit: Any, swap: Any, offset: Any = None, block: int = 0) -> Any:
-        """Of an element in a unit of a row that is `swap` modulo 8, in a block of columns."""
+        """The address in a unit of a row that is `swap` modulo 8, in a block of columns."""
         unit = arith.muli(arith.xori(unit, swap), i32(UNIT))
         start = arith.addi(arith.muli(row, i32(self._stride)), unit)
         start = start if offset is None else arith.addi(start, offset)

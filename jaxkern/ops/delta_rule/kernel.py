@@ -311,7 +311,7 @@ class _Scan:
     at: _At
 
     def sources(self, chunk: Any, part: Any) -> dict[str, Any]:
-        """What the ring fetches for a chunk."""
+        """Parts of arrays that the ring fetches for a chunk."""
         of = {"q": self.at.keys, "k": self.at.keys}
         of |= dict.fromkeys(("steps", "T"), self.at.square)
         values = lambda ref, chunk: self.at.values(ref, chunk, part)

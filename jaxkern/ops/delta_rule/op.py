@@ -27,7 +27,8 @@ product: blocks of 16 tokens have all 16² · K exponentials; between two blocks
 start of its block, and j up to there. With segments A, M and what is read of S are zero between
 tokens, and states, of different segments.
 
-The backward is the derivative that JAX takes of a chunk, from the last chunk to the first.
+The backward is the derivative that JAX takes of a chunk, from the last chunk to the first. The
+kernels and their backward: :mod:`jaxkern.ops.delta_rule.kernel`.
 
 Saved for the backward: the arguments, and the state before every 256th token in fp32, K·V / 256
 numbers a token and head.
@@ -111,7 +112,8 @@ def gated_delta_rule(
     and β from 0 to 2 nothing grows. With β to 1, errors are those of a loop over the tokens in
     fp32. With β near 2 each token nearly reflects the state, and the values of a chunk, found from
     products of its keys, lose up to nine of 24 bits where keys are nearly parallel and nothing
-    decays; a loop loses five. Where :math:`\beta \lVert k \rVert^2` is above 2, the state and its
+    decays; a loop loses five. The kernels find the chunk's inverse in fp32, and round it, the
+    state and what is multiplied by them to 16 bits. Where :math:`\beta \lVert k \rVert^2` is above 2, the state and its
     errors may grow with every token.
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
@@ -139,8 +141,10 @@ def gated_delta_rule(
       return_final_state, segment_ids, num_segments, sequence_axis: as for
         :func:`jaxkern.selective_scan`.
       qk_l2norm: whether to divide q and k by their length, x · (Σ x² + 1e-6)^−½ in fp32.
-      implementation: ``"xla"`` or ``None`` for plain JAX, the latter with a backward of its own;
-        ``"mosaic"`` is refused, as there are no kernels yet.
+      implementation: ``"mosaic"`` for the Pallas GPU kernels, which take `q`, `k` and `v` in
+        bfloat16, `g` of heads or ``None``, K up to 128 and no `num_segments`; ``"xla"`` for plain
+        JAX; ``None`` for the kernels where they take the call, else for plain JAX with a backward
+        of its own.
 
     Returns:
       (B, L, H, V), the dtype of `v`; with `return_final_state` a pair of it and the final state,
@@ -152,7 +156,7 @@ def gated_delta_rule(
         an option is not a Python number.
       ValueError: shapes do not fit, `num_segments` is without `segment_ids` or with
         `sequence_axis`, L cannot be split so, or an option has a value that it cannot have.
-      NotImplementedError: ``implementation="mosaic"``.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
       >>> import jax, jax.numpy as jnp, jaxkern

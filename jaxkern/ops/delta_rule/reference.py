@@ -1,4 +1,4 @@
-"""The gated delta rule in plain JAX, in chunks: the specification and the only implementation.
+"""The gated delta rule in plain JAX, in chunks: the specification and ``"xla"``.
 
 A scan over chunks (:mod:`jaxkern.ops.chunks`), each of which is the products of
 :mod:`jaxkern.ops.delta_rule.op`. Arrays here have value heads in groups: H = G·R, R heads of a
