@@ -247,7 +247,11 @@ BATCH_8 = "--batch-size 8 cannot be split over"
         ("micro-odd --mesh tensor=8", 8, "cannot .* vocabulary of 1100 tokens into 8 equal parts"),
         ("mamba2-micro --mesh tensor=8", 8, f"cannot .* 4 heads into 8 {DIVISOR} 4, or another"),
         ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B and C"),
-        ("hybrid --mesh tensor=2", 2, "splits Mamba blocks alone by .* choose data or fsdp"),
+        (
+            "hybrid --mesh tensor=2",
+            2,
+            "cannot split layers .* tensor splits .* choose data or fsdp",
+        ),
         ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE}"),
         ("mamba2-micro --mesh sequence=4", 4, WHOLE),
         ("long --mesh sequence=2 --seq-len 16", 2, SHORT),
