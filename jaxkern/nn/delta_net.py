@@ -40,6 +40,7 @@ from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.curves import recomputing
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY
 
 
@@ -370,17 +371,22 @@ def _gates(
     project: Callable[..., jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """z (…, E), the log decays g (…, H) or (…, H, K), and beta (…, H); the latter two in fp32."""
-    rates = common.decay_rates(weights)
     if isinstance(sizes, KimiDeltaAttentionSizes):
         beta, f, z = jnp.split(small, [sizes.heads, sizes.heads + sizes.rank], axis=-1)
         decay, z = project(f, weights.f_proj), project(z, weights.g_proj)
+        decay = decay.reshape(*decay.shape[:-1], sizes.heads, sizes.d_key)
     else:
         beta, decay = jnp.split(small, 2, axis=-1)
-    steps = decay.astype(rates.dtype) + weights.dt_bias.astype(rates.dtype)
-    if isinstance(sizes, KimiDeltaAttentionSizes):
-        steps = steps.reshape(*steps.shape[:-1], sizes.heads, sizes.d_key)
-        rates = rates[:, None]
-    return z, rates * jax.nn.softplus(steps), jax.nn.sigmoid(beta.astype(rates.dtype))
+
+    def log_decays(weights: Weights, decay: jax.Array) -> jax.Array:
+        rates = common.decay_rates(weights)
+        rates = rates.reshape(sizes.heads, *[1] * (decay.ndim - beta.ndim))
+        bias = weights.dt_bias.astype(rates.dtype).reshape(decay.shape[beta.ndim - 1 :])
+        return rates * jax.nn.softplus(decay.astype(rates.dtype) + bias)
+
+    # What softplus would keep for the backward is, of KDA, several fp32 numbers a channel.
+    g = recomputing(log_decays)(weights, decay)
+    return z, g, jax.nn.sigmoid(beta.astype(g.dtype))
 
 
 def _in_heads(sizes: Sizes, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
