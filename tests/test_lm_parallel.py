@@ -39,7 +39,7 @@ MODELS = {
     "mamba2-odd": dataclasses.replace(ODD2, tie_embeddings=False),
     "gdn": ModelConfig(16, 1, "gdn", d_state=4, head_dim=8, n_key_heads=2, use_bias=True),
     "kda": ModelConfig(16, 1, "kda", d_state=4, head_dim=8, use_conv_bias=False),
-    "kda-swiglu": ModelConfig(16, 4, "kda, swiglu", d_state=4, head_dim=8, d_mlp=24),
+    "kda-swiglu": ModelConfig(16, 2, "kda, swiglu", head_dim=8, d_mlp=24),
 }
 OTHERS = {
     "one": ModelConfig(16, 1, d_state=4),
