@@ -48,6 +48,10 @@ ROTARY = ModelConfig(
     rotary_dim=4,
     rope_theta=30.0,
 )
+GDN = ModelConfig(
+    *(16, 2, "gdn"), d_state=4, head_dim=8, n_key_heads=2, use_bias=True, use_conv_bias=False
+)
+KDA = ModelConfig(*(16, 3, "kda, attention, swiglu"), head_dim=8, d_mlp=24, use_conv_bias=False)
 
 
 def logits_float64(config, params, tokens):

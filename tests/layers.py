@@ -15,7 +15,7 @@ from flax import linen, nnx
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
-from jaxkern.nn import mamba, mamba2
+from jaxkern.nn import delta_net, mamba, mamba2
 from jaxkern.nn.common import Block
 from jaxkern.precision import Policy
 
@@ -119,8 +119,51 @@ def mamba2_token(w, sizes, carry, row, xp=jnp):
     return (window, state), y.reshape(-1) * w.norm_weight @ w.out_proj + _or_zero(w.out_bias)
 
 
+def gdn_token(w, sizes, carry, row, xp=jnp):
+    """The Gated DeltaNet block on one token (D,): the next carry, and the output."""
+    g, k, h, v = sizes.num_key_heads, sizes.d_key, sizes.num_heads, sizes.d_value
+    at = np.cumsum([2 * g * k + h * v, h * v, h])
+    u, z, b, a = xp.split(row @ w.in_proj + _or_zero(w.in_bias), at)
+    decay = xp.exp(-xp.exp(w.A_log) * xp.logaddexp(0, a + w.dt_bias))[:, None, None]
+    window, state, y = _delta_rule(w, sizes, carry, u, decay, b, g, xp)
+    y = (y * _silu(z.reshape(h, v), xp)).reshape(-1)
+    return (window, state), y @ w.out_proj + _or_zero(w.out_bias)
+
+
+def kda_token(w, sizes, carry, row, xp=jnp):
+    """The block of Kimi Delta Attention on one token (D,): the next carry, and the output."""
+    k, h, v = sizes.d_key, sizes.num_heads, sizes.d_value
+    at = np.cumsum([h * (2 * k + v), h, sizes.rank])
+    u, b, f, z = xp.split(row @ w.in_proj + _or_zero(w.in_bias), at)
+    steps = xp.logaddexp(0, f @ w.f_proj + w.dt_bias).reshape(h, k, 1)
+    decay = xp.exp(-xp.exp(w.A_log)[:, None, None] * steps)
+    window, state, y = _delta_rule(w, sizes, carry, u, decay, b, h, xp)
+    y = (y / (1 + xp.exp(-(z @ w.g_proj).reshape(h, v)))).reshape(-1)
+    return (window, state), y @ w.out_proj + _or_zero(w.out_bias)
+
+
+def _delta_rule(w, sizes, carry, u, decay, b, groups, xp):
+    """Convolution, delta rule and norm of heads: the next window and state, and y (H, V)."""
+    window, state = carry  # the state (H, K, V)
+    window = xp.column_stack([window[:, 1:], u])
+    u = _silu((window * w.conv_weight).sum(1) + _or_zero(w.conv_bias), xp)
+    q, k, v = xp.split(u, [groups * sizes.d_key, 2 * groups * sizes.d_key])
+    q, k = (a.reshape(groups, -1) for a in (q, k))
+    q, k = (a / xp.sqrt((a * a).sum(1, keepdims=True) + 1e-6) for a in (q, k))
+    q, k = (xp.repeat(a, sizes.heads // groups, axis=0)[..., None] for a in (q, k))  # (H, K, 1)
+    state = decay * state
+    change = (v.reshape(sizes.heads, -1) - (k * state).sum(1)) / (1 + xp.exp(-b))[:, None]
+    state = state + k * change[:, None]
+    y = (q * state).sum(1) / sizes.d_key**0.5
+    return window, state, rms(y, w.head_norm, sizes.norm_eps, xp)
+
+
 def _silu(x, xp):
     return x / (1 + xp.exp(-x))
+
+
+def rms(x, weight, eps, xp):
+    return x / xp.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
 
 
 def _or_zero(bias):
@@ -135,6 +178,7 @@ class Kind:
     block: Block
     options: dict[str, Any]
     token: Callable[..., Any]
+    without: frozenset[str] = frozenset()  # weights that only another kind has
 
     def sizes(self, d_model=12, **options):
         return self.block.sizes(d_model, **self.options | options)
@@ -164,9 +208,21 @@ MAMBA = Kind(
 MAMBA2 = Kind(
     "Mamba2", mamba2.BLOCK, {"d_state": 3, "d_conv": 3, "headdim": 4, "ngroups": 2}, mamba2_token
 )
-KINDS = {kind.block.name: kind for kind in (MAMBA, MAMBA2)}
+OF_HEADS = {"d_key": 3, "d_value": 4, "d_conv": 3, "use_conv_bias": True}
+GDN = Kind(
+    *("GatedDeltaNet", delta_net.GATED_DELTA_NET),
+    {"num_heads": 4, "num_key_heads": 2} | OF_HEADS,
+    gdn_token,
+    frozenset({"f_proj", "g_proj"}),
+)
+KDA = Kind(
+    *("KimiDeltaAttention", delta_net.KIMI_DELTA_ATTENTION),
+    {"num_heads": 3, "gate_rank": 2} | OF_HEADS,
+    kda_token,
+)
+KINDS = {kind.block.name: kind for kind in (MAMBA, MAMBA2, GDN, KDA)}
 KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
 def rms_float64(x, weight, eps):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return rms(x, weight, eps, np)

@@ -27,7 +27,9 @@ from jaxkern.lm.vocabulary import rows_of
 from jaxkern.precision import Policy
 from tests import check
 from tests.language_models import (
+    GDN,
     HYBRID,
+    KDA,
     MICRO,
     MICRO2,
     ROTARY,
@@ -43,6 +45,7 @@ OF_BLOCK = {"d_state": 4, "head_dim": 8, "n_groups": 2, "use_bias": True}
 OTHER = ModelConfig(16, 2, "mamba2", **OF_BLOCK, vocab_size=1030, tie_embeddings=False)
 ONE, ONE2 = (dataclasses.replace(shape, n_layers=1) for shape in (MICRO, MICRO2))
 SHAPES = {"mamba": MICRO, "mamba2": OTHER, "hybrid": HYBRID, "rotary": ROTARY}
+SHAPES |= {"gdn": GDN, "kda": KDA}
 KIND = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 EXHAUSTIVE = pytest.mark.exhaustive
 FP32 = Policy()
@@ -173,6 +176,7 @@ def test_prompts_that_are_read_go_on_as_whole_sequences(shape, policy):
 INTS, ONES = np.ones((1, 3), int), np.ones((1, 3), "f")
 OTHER_SHAPE = r"segment_ids must have shape \(1, 3\).* got \(1, 2\)"
 MAMBA2_OF_8 = {"layers": "mamba2", "head_dim": 8}
+GDN_OF_8 = {"layers": "gdn", "head_dim": 8}
 HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
 
 
@@ -198,9 +202,12 @@ HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
         (TypeError, "layers must be a text, got", {"layers": ["mamba"]}),
         (ValueError, "layers must be names of mamba, .* got 'mamba3'", {"layers": "mamba3"}),
         (ValueError, r"got 'mamba\*0'", {"layers": "mamba*0"}),
-        (ValueError, "must have one of mamba and mamba2, and not both", {"layers": "mlp"}),
+        (ValueError, "must have one of mamba, mamba2, gdn, kda, and not", {"layers": "mlp"}),
+        (ValueError, "and not several", {"layers": "gdn, kda", "n_layers": 2}),
         (ValueError, "are 3 layers, and n_layers 1 .* choose 3", {"layers": "mamba, mlp*2"}),
         (ValueError, "head_dim must divide .* got 64", {"layers": "mamba2"}),
+        (ValueError, "head_dim must divide .* got 64", {"layers": "kda"}),
+        (ValueError, "n_key_heads must divide .* 2, got 3", GDN_OF_8 | {"n_key_heads": 3}),
         (ValueError, "n_groups must divide .* 2, got 3", MAMBA2_OF_8 | {"n_groups": 3}),
         (ValueError, "norm_groups must divide .* 16, got 3", MAMBA2_OF_8 | {"norm_groups": 3}),
         (ValueError, "n_heads must divide d_model = 8, got 3", HEADS | {"n_heads": 3}),
@@ -252,11 +259,14 @@ def test_loops_and_remat_change_the_program_and_not_gradients(shape, remat, scan
     [
         ("130m", {"none": 24.4, "cheap": 17.1, "scan": 7.1, "layer": 3.0}),
         ("mamba2-130m", {"none": 17.7, "cheap": 11.4, "scan": 7.4, "layer": 3.0}),
+        ("gdn-130m", {"none": 34.1, "cheap": 18.0, "scan": 14.0, "layer": 6.0}),  # d_model channels
+        ("kda-130m", {"none": 38.8, "cheap": 16.7, "scan": 12.7, "layer": 6.0}),
     ],
 )
 def test_remat_keeps_less_for_the_backward(preset, kept):
     """Bytes that a layer keeps, for each of its tokens and inner channels."""
-    shape = dataclasses.replace(PRESETS[preset].model, n_layers=2)
+    shape = PRESETS[preset].model
+    shape = dataclasses.replace(shape, n_layers=2, layers=shape.block.name)
     params = jax.eval_shape(lambda: initial_params(shape))
     tokens = jax.ShapeDtypeStruct((1, 257), "int32")
     found = {}
@@ -290,6 +300,15 @@ def test_presets_have_the_papers_sizes():
         inner, heads, convolved = 2 * d, 2 * d // 64, 2 * d + 2 * 128
         block = d * (inner + convolved + heads) + 5 * convolved + 3 * heads + inner + inner * d
         sizes[f"mamba2-{name}"] = layers * (block + d) + (256 + 1) * d
+    # As many channels as d_model in heads of 128, and a gated MLP after each of them.
+    for name, d, layers, inner in (("gdn-130m", 768, 12, 2048), ("gdn-370m", 1024, 24, 2688)):
+        heads, norms = d // 128, 2 * d + 128
+        block = d * (4 * d + 2 * heads) + 3 * d * 4 + 2 * heads + d * d
+        sizes[name] = layers * (block + 3 * d * inner + norms) + (256 + 1) * d
+        low = d * (3 * d + heads + 2 * 128) + 2 * 128 * d + 3 * d * 4 + heads + d + d * d
+        if name == "gdn-130m":
+            sizes["kda-130m"] = layers * (low + 3 * d * inner + norms) + (256 + 1) * d
+            sizes["gdn-hybrid-130m"] = sizes[name] - 3 * (block + 128 - 4 * d * d)
     for name, size in sizes.items():
         params = jax.eval_shape(lambda name=name: initial_params(PRESETS[name].model))
         assert count_params(params) == size, name
@@ -313,7 +332,8 @@ def test_initialisation_is_the_papers():
 
 def test_weight_decay_is_on_matrices_only():
     kept = {"norm", "norm_weight", "conv_bias", "dt_bias", "A_log", "D", "in_bias", "out_bias"}
-    for shape in (MICRO, MICRO2, HYBRID, ROTARY):
+    kept |= {"head_norm"}
+    for shape in (MICRO, MICRO2, HYBRID, ROTARY, GDN, KDA):
         shape = dataclasses.replace(shape, tie_embeddings=False, use_bias=True)
         found = decayed(jax.eval_shape(lambda shape=shape: initial_params(shape)))
         for path, decays in jax.tree.leaves_with_path(found):

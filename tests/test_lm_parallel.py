@@ -37,6 +37,9 @@ MODELS = {
     "micro-odd": dataclasses.replace(ODD, vocab_size=1100, tie_embeddings=False),
     "mamba2-micro": ModelConfig(16, 2, "mamba2", d_state=4, head_dim=8),
     "mamba2-odd": dataclasses.replace(ODD2, tie_embeddings=False),
+    "gdn": ModelConfig(16, 1, "gdn", d_state=4, head_dim=8, n_key_heads=2, use_bias=True),
+    "kda": ModelConfig(16, 1, "kda", d_state=4, head_dim=8, use_conv_bias=False),
+    "kda-swiglu": ModelConfig(16, 2, "kda, swiglu", head_dim=8, d_mlp=24),
 }
 OTHERS = {
     "one": ModelConfig(16, 1, d_state=4),
@@ -105,6 +108,7 @@ def stored(placement, tree):
         ("micro-odd", "fsdp=2,tensor=2", 4),
         pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
         ("mamba2-one", "tensor=2", 4),
+        ("kda", "tensor=2", 4),
         ("hybrid", "data=2,fsdp=2", 4),
     ],
 )
@@ -161,6 +165,9 @@ def trained(preset, **flags):
         ("micro", "data=2,sequence=2", {"seq_len": 16, "grad_accum": 2, "pack": True}),
         ("micro-odd", "sequence=2,fsdp=2", {"seq_len": 16}),
         ("mamba2-micro", "sequence=2,tensor=2", {"seq_len": 256, "pack": True}),
+        ("gdn", "fsdp=2,tensor=2", {}),
+        ("kda", "fsdp=2,tensor=2", {"pack": True}),
+        ("kda-swiglu", "sequence=2,fsdp=2", {"seq_len": 512, "pack": True}),
     ],
 )
 def test_a_split_model_has_the_losses_and_gradients_of_one_device(preset, mesh, flags):
@@ -247,7 +254,19 @@ BATCH_8 = "--batch-size 8 cannot be split over"
         ("micro-odd --mesh tensor=8", 8, "cannot .* vocabulary of 1100 tokens into 8 equal parts"),
         ("mamba2-micro --mesh tensor=8", 8, f"cannot .* 4 heads into 8 {DIVISOR} 4, or another"),
         ("groups --mesh tensor=4", 4, "cannot split the model's 2 groups that share B and C"),
-        ("hybrid --mesh tensor=2", 2, "splits Mamba blocks alone by .* choose data or fsdp"),
+        (
+            "hybrid --mesh tensor=2",
+            2,
+            "cannot split layers .* tensor splits .* choose data or fsdp",
+        ),
+        (
+            "hybrid --parallel sequence",
+            2,
+            "over 2 devices cannot .* and sequence those without att",
+        ),
+        ("gdn --mesh tensor=4", 4, f"cannot split the model's 2 key heads into 4 {DIVISOR} 2"),
+        ("kda --mesh fsdp=2,tensor=8", 16, f"cannot split the model's 4 heads into 8 {DIVISOR} 4"),
+        ("kda --mesh fsdp=16,tensor=2", 32, f"cannot .* 16 key channels into 32 {DIVISOR} 16"),
         ("mamba2-micro --parallel sequence", 4, f"over 4 devices {WHOLE}"),
         ("mamba2-micro --mesh sequence=4", 4, WHOLE),
         ("long --mesh sequence=2 --seq-len 16", 2, SHORT),

@@ -35,7 +35,7 @@ from tests.layers import (
 
 FLAX = ("nnx", "linen")
 LAYERS = (*NORMS, "Linear")
-BLOCKS = ("Mamba", "Mamba2")
+BLOCKS = ("Mamba", "Mamba2", "GatedDeltaNet", "KimiDeltaAttention")
 
 same = functools.partial(chex.assert_trees_all_equal, strict=True)
 
@@ -125,7 +125,7 @@ def test_inputs_of_other_dtypes(layer, inputs):
     np.testing.assert_allclose(found.astype(FP32), expected.astype(FP32), rtol=rtol, atol=atol)
 
 
-@combinations("library name", LIBRARIES, ["Linear", "Dropout", "SwiGLU", *NORMS, *BLOCKS], few=11)
+@combinations("library name", LIBRARIES, ["Linear", "Dropout", "SwiGLU", *NORMS, *BLOCKS])
 def test_layers_hand_on_their_dtypes_and_their_implementation(library, name):
     """Results have the layer's dtype and gradients the parameters'; "xla" has forward mode."""
     param_dtype, how = FP32 if library == "equinox" else FP16, {}

@@ -1,6 +1,7 @@
-"""Blocks of layers: Mamba's and Mamba-2's, and SwiGLU, are the papers' in every library."""
+"""Blocks of layers: the recurrent ones, and SwiGLU, are the papers' in every library."""
 
 import functools
+import importlib
 import inspect
 import re
 
@@ -20,6 +21,8 @@ from tests import check
 from tests.layers import (
     BF16,
     FP32,
+    GDN,
+    KDA,
     KIND,
     KINDS,
     LIBRARIES,
@@ -29,9 +32,6 @@ from tests.layers import (
     normal,
     ours,
 )
-
-FLAX = ("nnx", "linen")
-BLOCKS = ("Mamba", "Mamba2")
 
 
 def test_swiglu():
@@ -117,7 +117,7 @@ def check_block(kind, library, options, **weights):
 OPTIONS = {"plain": {}, "biases": {"use_bias": True, "use_conv_bias": False}}
 
 
-@check.combinations("kind library options", KINDS, ["nnx", "equinox", "linen"], OPTIONS, few=2)
+@check.combinations("kind library options", KINDS, ["nnx", "equinox", "linen"], OPTIONS, few=4)
 def test_block_is_the_papers(kind, library, options):
     check_block(kind, library, options)
 
@@ -137,15 +137,86 @@ def test_mamba2_of_other_sizes(options):
     check_block(MAMBA2, "nnx", options, D=normal(sizes.heads, sizes.headdim, seed=9))
 
 
+def of_qwen(torch, transformers):
+    """The layer of Qwen3-Next, and its weights as ours: its columns are by key heads."""
+    module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+    sizes = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 3, "value_head_dim": 4}
+    sizes |= {"conv_kernel_dim": 3}
+    config = transformers.Qwen3NextConfig(
+        hidden_size=12, rms_norm_eps=1e-5, **{f"linear_{name}": n for name, n in sizes.items()}
+    )
+    layer = module.Qwen3NextGatedDeltaNet(config, 0)
+
+    def taken(named):
+        qkvz = named["in_proj_qkvz.weight"].reshape(2, -1, 12)  # (G, columns of a group, D)
+        ba = named["in_proj_ba.weight"].reshape(2, -1, 12)
+        parts = [*np.split(qkvz, [3, 6, 14], axis=1), *np.split(ba, 2, axis=1)]
+        columns = np.concatenate([part.reshape(-1, 12) for part in parts])
+        return {"in_proj": columns.T, "head_norm": named["norm.weight"]}
+
+    return layer, taken
+
+
+def of_kimi(torch, transformers):
+    """The layer of Kimi Linear, and its weights as ours."""
+    module = importlib.import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    sizes = {"head_dim": 4, "num_heads": 3, "conv_kernel_dim": 3}
+    config = transformers.KimiLinearConfig(
+        hidden_size=12, rms_norm_eps=1e-5, **{f"linear_{name}": n for name, n in sizes.items()}
+    )
+    layer = module.KimiLinearDeltaAttention(config, 0)
+
+    def taken(named):
+        gate = "forget_gate"
+        names = "q_proj", "k_proj", "v_proj", "b_proj", f"{gate}.f_a_proj", "g_a_proj"
+        return {
+            "in_proj": np.concatenate([named[f"{name}.weight"] for name in names]).T,
+            "head_norm": named["o_norm.weight"],
+            "out_proj": named["o_proj.weight"].T,
+            "f_proj": named[f"{gate}.f_b_proj.weight"].T,
+            "g_proj": named["g_b_proj.weight"].T,
+            "A_log": named[f"{gate}.A_log"].reshape(-1),
+            "dt_bias": named[f"{gate}.dt_bias"],
+        }
+
+    return layer, taken
+
+
+@pytest.mark.needs("torch", "transformers")
+@pytest.mark.parametrize(
+    ("kind", "theirs", "options"),
+    [(GDN, of_qwen, {}), (KDA, of_kimi, {"d_key": 4, "gate_rank": None})],
+    ids=["Qwen3-Next", "Kimi Linear"],
+)
+def test_blocks_are_those_of_transformers(kind, theirs, options):
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
+    layer, taken = theirs(torch, transformers)
+    rng = np.random.default_rng(0)
+    with torch.no_grad():
+        for leaf in layer.parameters():
+            leaf.copy_(torch.from_numpy(0.3 * rng.normal(size=leaf.shape) + 0.1))
+    x = np.float32(rng.normal(size=(2, 70, 12)))  # more than one of their chunks
+    with torch.no_grad():
+        expected = layer(torch.from_numpy(x)).numpy()
+    named = {name: leaf.detach().numpy() for name, leaf in layer.named_parameters()}
+    weights = {"A_log": named.get("A_log"), "dt_bias": named.get("dt_bias")}
+    weights |= {"conv_weight": named["conv1d.weight"][:, 0]}
+    weights |= {"out_proj": named["out_proj.weight"].T} if "out_proj.weight" in named else {}
+    weights = jax.tree.map(jnp.asarray, kind.block.weights_from(weights | taken(named)))
+    sizes = kind.sizes(**options)
+    found = jax.jit(lambda x: kind.block.apply(weights, sizes, x))(x)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=3e-6 * np.abs(expected).max())
+
+
 @check.combinations("kind library", KINDS, LIBRARIES)
 def test_block_names_what_does_not_fit(kind, library):
     block = block_of(kind, library, weights_of(kind), **kind.options)
     x, one = jnp.ones((2, 7, 12)), library == "equinox"
     step = functools.partial(block, method="step")
-    other = MAMBA if kind is MAMBA2 else MAMBA2
+    other = MAMBA if kind is not MAMBA else MAMBA2
     cache, its = (each.block.init_cache(each.sizes(), 2, FP32) for each in (kind, other))
     conv = re.escape(str((1, *cache.conv.shape[1:])))
-    named = re.escape(f"cache must be a jaxkern.nn.{kind.block.name}.Cache, ")
+    named = re.escape(f"cache must be a {type(cache).__module__}.Cache, ")
     sequences = r"\(L, D\) or \(B, L, D\)" if one else r"\(B, L, D\)"
     of_x = f"x must have shape {sequences} with D = 12.*One sequence goes"
     tokens = r"\(D\) or \(B, D\)" if one else r"\(B, D\)"
@@ -212,9 +283,12 @@ def test_block_of_one_sequence_in_equinox(kind):
 def test_layers_have_the_parameters_and_options_of_the_block(kind):
     """Compares names, shapes and defaults, and how many there are by default."""
     inits = kind.block.initializers(kind.block.sizes(32), n_layers=4)
-    assert inits.keys() == {*kind.block.weights._fields} - {"in_bias", "out_bias"}
-    biased = kind.block.initializers(kind.sizes(use_bias=True, use_conv_bias=False))
-    assert biased.keys() == {*kind.block.weights._fields} - {"conv_bias"}
+    every, of_products = {*kind.block.weights._fields} - kind.without, {"in_bias", "out_bias"}
+    of_conv = set() if kind.block.sizes(32).use_conv_bias else {"conv_bias"}
+    assert inits.keys() == every - of_products - of_conv
+    for bias, absent in (True, set()), (False, {"conv_bias"}):
+        sizes = kind.sizes(use_bias=True, use_conv_bias=bias)
+        assert kind.block.initializers(sizes).keys() == every - absent
     expected = {name: jax.ShapeDtypeStruct(shape, FP32) for name, (_, shape) in inits.items()}
     chex.assert_trees_all_equal_shapes_and_dtypes(
         by_library(kind.block.weights_from(expected)),
@@ -225,30 +299,39 @@ def test_layers_have_the_parameters_and_options_of_the_block(kind):
         assert attributes[name].default == option.default
 
 
+BEGUN = {
+    "mamba": {},
+    "mamba2": {"headdim": 1, "d_state": 16},
+    "gdn": {"d_key": 1, "d_value": 1},
+    "kda": {"d_key": 1, "d_value": 1},
+}
+LEAST = {"mamba2": 1, "gdn": 0.01, "kda": 1}  # of exp(A_log)
+
+
 @KIND
 def test_blocks_begin_as_in_the_papers_code(kind):
-    options = {"headdim": 1, "d_state": 16} if kind is MAMBA2 else {}
+    options = BEGUN[kind.block.name]
     inits = kind.block.initializers(kind.block.sizes(32, **options), n_layers=4)
     inits |= {"dt_bias": (inits["dt_bias"][0], (100_000,))}
     draw = lambda key: {name: init(key, shape, FP32) for name, (init, shape) in inits.items()}
-    w = jax.tree.map(np.asarray, kind.block.weights(**jax.jit(draw)(jax.random.key(0))))
+    w = jax.tree.map(np.asarray, kind.block.weights_from(jax.jit(draw)(jax.random.key(0))))
     dt, A = np.log1p(np.exp(np.float64(w.dt_bias))), np.exp(w.A_log)
     np.testing.assert_allclose((dt.min(), np.median(dt), dt.max()), (1e-3, 1e-2, 1e-1), rtol=0.02)
     assert 0.0999 < dt.max() <= 0.1001
-    np.testing.assert_array_equal(w.D, 1)
+    for name in {"D", "norm_weight", "head_norm"} & {*w._fields}:
+        np.testing.assert_array_equal(getattr(w, name), 1)
     if kind is MAMBA:
         np.testing.assert_allclose(A[5], np.arange(1, 17), rtol=1e-5)
         assert w.x_proj.shape == (64, 2 + 2 * 16)
     else:
-        assert 1 < A.min() < 2
+        assert 0 < A.min() - LEAST[kind.block.name] < 1
         assert 15 < A.max() < 16
-        np.testing.assert_array_equal(w.norm_weight, 1)
     bounds = {"in_proj": 32**-0.5, "conv_weight": 0.5, "out_proj": 64**-0.5 / 2}
     for name, bound in bounds.items():
         assert 0.95 * bound < np.abs(getattr(w, name)).max() <= bound
 
 
-@check.combinations("kind library", KINDS, ["linen", "nnx", "equinox"], few=1)
+@check.combinations("kind library", KINDS, ["linen", "nnx", "equinox"])
 def test_block_in_bfloat16(kind, library):
     weights, x = weights_of(kind), normal(2, 7, 12, dtype=BF16)
     out = jax.jit(block_of(kind, library, weights, **kind.options, dtype=BF16))(x)
@@ -257,7 +340,7 @@ def test_block_in_bfloat16(kind, library):
     assert 0 < np.abs(np.asarray(out, np.float64) - want).max() / np.abs(want).max() < 4 * 2**-8
 
 
-@check.combinations("kind library", KINDS, LIBRARIES, few=6)
+@check.combinations("kind library", KINDS, LIBRARIES, few=12)
 def test_a_loop_can_carry_a_cache(kind, library):
     """The cache keeps its dtypes, whatever those of parameters and tokens."""
     block = block_of(kind, library, jax.tree.map(BF16, weights_of(kind)), **kind.options)
@@ -269,7 +352,20 @@ def test_a_loop_can_carry_a_cache(kind, library):
         chex.assert_trees_all_equal_dtypes(after, cache)
 
 
-WRONG_SIZES = [
+WRONG_SIZES = {
+    "mamba": [({"dt_rank": 0}, ValueError, "dt_rank must be at least 1, got 0")],
+    "gdn": [
+        (
+            {"num_heads": 6, "num_key_heads": 4},
+            ValueError,
+            "key_heads must divide num_heads = 6, .* 3",
+        ),
+        ({"num_heads": 0}, ValueError, "num_heads must be at least 1, got 0"),
+        ({"norm_eps": -1.0}, ValueError, "norm_eps must be above 0"),
+    ],
+    "kda": [({"gate_rank": 0.5}, TypeError, "gate_rank must be a whole number or None, got 0.5")],
+}
+WRONG_SIZES["mamba2"] = [
     ({"d_state": 0}, ValueError, "d_state must be at least 1, got 0"),
     ({"d_conv": 4.0}, TypeError, r"d_conv must be a whole number, got 4\.0"),
     ({"norm_groups": "1"}, TypeError, "norm_groups must be a whole number or None, got '1'"),
@@ -292,9 +388,9 @@ def test_block_names_options_that_it_refuses(kind):
         init = functools.partial(kind.block.initializers, kind.sizes())
         with pytest.raises(error, match=message):
             (init if "n_layers" in options else apply)(**options)
-    for options, error, message in WRONG_SIZES if kind is MAMBA2 else ():
+    for options, error, message in WRONG_SIZES[kind.block.name]:
         with pytest.raises(error, match=message):
-            mamba2.Sizes(12, **options)
+            kind.block.sizes(12, **options)
     for library in (jk_nnx, jk_equinox):
         layer, name = getattr(library, kind.layer), rf"{kind.layer}.__init__\(\)"
         with pytest.raises(TypeError, match=rf"{name} .*unexpected.*'d_sate'"):

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxkern.core import kernel_call, kernel_pass
-from jaxkern.nn import mamba, mamba2
+from jaxkern.nn import delta_net, mamba, mamba2
 from jaxkern.ops import linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of
 from jaxkern.ops.scan_options import StepSizes
@@ -309,19 +309,27 @@ def test_an_axis_of_one_device_may_be_named(name, implementation):
 
 @FOUR_DEVICES
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("block", [mamba, mamba2])
-def test_blocks_split_along_their_sequence(block):
-    small: Any = {"headdim": 4} if block is mamba2 else {}
-    sizes, length = block.Sizes(8, d_state=4, **small), 256 if block is mamba2 else 16
+@pytest.mark.parametrize(
+    ("block", "small"),
+    [
+        (mamba.BLOCK, {"d_state": 4}),
+        (mamba2.BLOCK, {"d_state": 4, "headdim": 4}),
+        (delta_net.GATED_DELTA_NET, {"num_heads": 2, "d_key": 4, "d_value": 4}),
+        (delta_net.KIMI_DELTA_ATTENTION, {"num_heads": 2, "d_key": 4, "d_value": 4}),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_blocks_split_along_their_sequence(block, small):
+    sizes, length = block.sizes(8, **small), 2 * block.chunk
     keys = iter(jax.random.split(jax.random.key(0), 16))
     inits = block.initializers(sizes).items()
-    weights = block.BLOCK.weights_from({k: f(next(keys), s, jnp.float32) for k, (f, s) in inits})
+    weights = block.weights_from({k: f(next(keys), s, jnp.float32) for k, (f, s) in inits})
     cache = block.init_cache(sizes, 2, jnp.float32)
     arrays = weights, random(2, length, 8), jax.tree.map(lambda v: random(*v.shape), cache)
 
     def run(weights, x, cache, segment_ids, **options):
         options |= {"segment_ids": segment_ids, "return_cache": True}
-        return block.BLOCK.apply(weights, sizes, x, cache, **options)
+        return block.apply(weights, sizes, x, cache, **options)
 
     def split(*arrays, segment_ids):
         in_specs, out_specs = (P(), P(None, "x"), P(), P(None, "x")), (P(None, "x"), P())

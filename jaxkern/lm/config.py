@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args,
 import yaml
 
 if TYPE_CHECKING:
-    from jaxkern.nn import mamba, mamba2
+    from jaxkern.nn import delta_net, mamba, mamba2
     from jaxkern.nn.common import Block
 
 
@@ -126,8 +126,9 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 DEFAULT_REMAT: Remat = "none"
 """Levels of recomputation in the backward, from nothing to whole layers."""
 
-BLOCKS = ("mamba", "mamba2")
-"""The state space blocks; every model has layers of one of them."""
+BLOCKS = ("mamba", "mamba2", "gdn", "kda")
+"""The recurrent blocks, of the last two Gated DeltaNet and Kimi Delta Attention; every model has
+layers of one of them."""
 
 LAYERS = (*BLOCKS, "attention", "mlp", "swiglu")
 """The kinds of layer: a block, attention, an MLP with relu² or with a gate."""
@@ -140,16 +141,19 @@ class ModelConfig:
     Attributes:
       d_model: width of the residual stream.
       n_layers: how many layers.
-      layers: their kinds in order, such as "mamba2" or "mamba2*7, attention": mamba, mamba2,
-        attention, mlp (relu²) or swiglu, each with how often it stands there. Shorter than
-        n_layers it repeats, and then divides it. All blocks of a model are Mamba's or Mamba-2's.
-      d_state: states a channel of a block; None for 16 of Mamba and 128 of Mamba-2.
+      layers: their kinds in order, such as "mamba2" or "mamba2*7, attention": mamba, mamba2, gdn
+        (Gated DeltaNet), kda (Kimi Delta Attention), attention, mlp (relu²) or swiglu, each with
+        how often it stands there. Shorter than n_layers it repeats, and then divides it. All blocks
+        of a model, which mamba, mamba2, gdn and kda are, are of one kind.
+      d_state: states a channel of a block, in gdn and kda the key channels of a head; None for 16
+        of Mamba, 128 of Mamba-2 and head_dim of gdn and kda.
       d_conv: taps of a block's convolution.
       expand: inner channels of a block, in d_model.
-      head_dim: channels a head of Mamba-2.
+      head_dim: channels a head of Mamba-2, and value channels a head of gdn and kda.
       n_groups: groups of heads of Mamba-2 that share B and C.
+      n_key_heads: heads of q and k of gdn, a divisor of those of v; None for as many.
       norm_groups: groups of channels that Mamba-2 normalises together; None for n_groups.
-      norm_eps: of the norm in Mamba-2; None for eps.
+      norm_eps: of the norm in Mamba-2, gdn and kda; None for eps.
       dt_rank: width of the projection to Mamba's step sizes; None for d_model / 16.
       dt_limit: least and largest step size of Mamba-2.
       use_bias: whether the projections of a block have biases.
@@ -185,6 +189,7 @@ class ModelConfig:
     expand: Size = 2
     head_dim: Size = 64
     n_groups: Size = 1
+    n_key_heads: Size | None = None
     norm_groups: Size | None = None
     norm_eps: Positive | None = None
     dt_rank: Size | None = None
@@ -208,14 +213,19 @@ class ModelConfig:
             raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
         (queries, keys), width = self.heads
         inner, divisors = self.expand * self.d_model, []
+        told, of_heads = (
+            "the inner channels, expand · d_model",
+            "the heads, expand · d_model / head_dim",
+        )
+        if "mamba" not in self.kinds:
+            divisors = [("head_dim", self.head_dim, told, inner)]
         if "mamba2" in self.kinds:
-            told = "the inner channels, expand · d_model"
-            of_heads = "the heads, expand · d_model / head_dim"
-            divisors = [
-                ("head_dim", self.head_dim, told, inner),
+            divisors += [
                 ("n_groups", self.n_groups, of_heads, inner // self.head_dim),
                 ("norm_groups", self.norm_groups or 1, told, inner),
             ]
+        if "gdn" in self.kinds:
+            divisors += [("n_key_heads", self.n_key_heads or 1, of_heads, inner // self.head_dim)]
         if "attention" in self.kinds:
             split = self.attention_head_dim is None
             divisors += [
@@ -251,7 +261,7 @@ class ModelConfig:
             )
         if len({*pattern} & {*BLOCKS}) != 1:
             raise ValueError(
-                f"layers must have one of {' and '.join(BLOCKS)}, and not both; got {self.layers!r}"
+                f"layers must have one of {', '.join(BLOCKS)}, and not several; got {self.layers!r}"
             )
         return tuple(pattern) * (self.n_layers // len(pattern))
 
@@ -271,18 +281,36 @@ class ModelConfig:
 
     @property
     def block(self) -> "Block":
-        """The block of its state space layers."""
-        from jaxkern.nn import mamba, mamba2  # which import JAX, and --help does not wait for it
+        """The block of its recurrent layers."""
+        # Which import JAX, and --help does not wait for it.
+        from jaxkern.nn import delta_net, mamba, mamba2
 
-        return mamba.BLOCK if "mamba" in self.kinds else mamba2.BLOCK
+        blocks = (
+            mamba.BLOCK,
+            mamba2.BLOCK,
+            delta_net.GATED_DELTA_NET,
+            delta_net.KIMI_DELTA_ATTENTION,
+        )
+        return next(block for block in blocks if block.name in self.kinds)
 
     @functools.cached_property
-    def sizes(self) -> "mamba.Sizes | mamba2.Sizes":
+    def sizes(self) -> "mamba.Sizes | mamba2.Sizes | delta_net.Sizes":
         """The dimensions of that block."""
-        from jaxkern.nn import mamba, mamba2
+        from jaxkern.nn import delta_net, mamba, mamba2
 
-        names = "d_state", "d_conv", "expand", "use_bias", "use_conv_bias"
-        shared = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = "d_conv", "use_bias", "use_conv_bias"
+        shared: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if {"gdn", "kda"} & {*self.kinds}:
+            shared |= {"num_heads": self.expand * self.d_model // self.head_dim}
+            shared |= {"d_key": self.d_state or self.head_dim, "d_value": self.head_dim}
+            shared |= {"norm_eps": self.norm_eps or self.eps}
+            if "kda" in self.kinds:
+                return delta_net.KimiDeltaAttentionSizes(self.d_model, **shared)
+            keys = self.n_key_heads
+            return delta_net.GatedDeltaNetSizes(self.d_model, **shared, num_key_heads=keys)
+        shared["expand"] = self.expand
+        if self.d_state is not None:
+            shared["d_state"] = self.d_state
         if "mamba" in self.kinds:
             return mamba.Sizes(self.d_model, **shared, dt_rank=self.dt_rank)
         return mamba2.Sizes(
@@ -383,7 +411,8 @@ class TrainConfig:
 
     Attributes:
       preset: kind and size of the model, and what suits it, by a file of jaxkern/lm/presets: micro,
-        tiny, 130m, 370m, 1.4b, mamba2-micro, mamba2-130m, mamba2-370m, mamba2-780m or mamba2-1.3b.
+        tiny, 130m, 370m, 1.4b, mamba2-micro, mamba2-130m, mamba2-370m, mamba2-780m, mamba2-1.3b,
+        gdn-130m, gdn-hybrid-130m, gdn-370m or kda-130m.
       model: shape of the language model.
       optimizer: AdamW and its rate.
       init_hf: begin with a checkpoint in the layout of Hugging Face, in this folder; the model has
@@ -676,8 +705,13 @@ def _presets() -> dict[str, TrainConfig]:
     for path in (Path(__file__).parent / "presets").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         found[path.stem] = _built(_named({"preset": path.stem} | values))
-    size = lambda config: (config.model.layers, config.model.d_model, config.model.n_layers)
-    return dict(sorted(found.items(), key=lambda item: size(item[1])))
+
+    def size(item: tuple[str, TrainConfig]) -> tuple[int, int, int, str]:
+        model = item[1].model
+        block = next(i for i, kind in enumerate(BLOCKS) if kind in model.kinds)
+        return block, model.d_model, model.n_layers, model.layers
+
+    return dict(sorted(found.items(), key=size))
 
 
 PRESETS = _presets()

@@ -1,4 +1,4 @@
-"""Layers of a hybrid model beside the state space blocks: attention and MLPs::
+"""Layers of a hybrid model beside the recurrent blocks: attention and MLPs::
 
     q, k, v = x W_q, x W_k, x W_v              (B, L, heads, P), of keys and values fewer heads
     q, k    = rotated by their positions       the first `rotary_dim` channels of a head, or none
@@ -27,7 +27,7 @@ from jaxkern.core.dispatch import Implementation
 from jaxkern.lm.config import ModelConfig
 from jaxkern.nn import common
 from jaxkern.nn.collectives import whole_beside
-from jaxkern.nn.flax import Mamba, Mamba2
+from jaxkern.nn.flax import GatedDeltaNet, KimiDeltaAttention, Mamba, Mamba2
 
 KEPT = ("attention_qkv", "mlp_up")
 """The names of products that rematerialisation keeps, as those that a block begins with."""
@@ -219,7 +219,12 @@ class MLP(_Layer):
         return jaxkern.swiglu(checkpoint_name(self._times(x, "gate_proj"), "mlp_up"), up, **how)
 
 
-_BLOCKS: dict[str, Any] = {"mamba": Mamba, "mamba2": Mamba2}
+_BLOCKS: dict[str, Any] = {
+    "mamba": Mamba,
+    "mamba2": Mamba2,
+    "gdn": GatedDeltaNet,
+    "kda": KimiDeltaAttention,
+}
 OTHERS = {"attention": Attention, "mlp": MLP, "swiglu": functools.partial(MLP, gate=True)}
 
 

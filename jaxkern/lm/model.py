@@ -1,19 +1,20 @@
-"""Language models of Mamba, Mamba-2 and hybrids with attention, in flax.nnx on jaxkern's ops::
+"""Language models of recurrent blocks and hybrids with attention, in flax.nnx on jaxkern's ops::
 
     x = embedding[tokens]                                     (B, L, d_model)
     for each layer:
         x = x + layer(rms_norm(x))
     logits = rms_norm(x) · embeddingᵀ                         (B, L, vocab_size)
 
-The layers are blocks of Mamba (:mod:`jaxkern.nn.mamba`, arXiv 2312.00752) or of Mamba-2
-(:mod:`jaxkern.nn.mamba2`, arXiv 2405.21060) and, in a pattern that the config's `layers` says,
-attention and MLPs (:mod:`jaxkern.lm.layers`). The output layer may be a matrix of its own, `head`.
-The parameters of all layers of a kind are stacked along a leading axis. The layers follow one
-another in the program, or run in a loop over the repeats of their pattern, whose time to compile
-does not grow with depth: there, what a layer saves for the backward is copied to and from arrays
-that hold it for all. The residual stream `x` is kept in fp32, as in the papers' own code, and what
-a layer adds to it is added by the next one's norm; matrix products run in the policy's compute
-dtype; A, D and dt_bias enter the scan in the parameters' dtype.
+The layers are blocks of Mamba (:mod:`jaxkern.nn.mamba`, arXiv 2312.00752), of Mamba-2
+(:mod:`jaxkern.nn.mamba2`, arXiv 2405.21060), or of Gated DeltaNet or Kimi Delta Attention
+(:mod:`jaxkern.nn.delta_net`, arXiv 2412.06464 and 2510.26692) and, in a pattern that the config's
+`layers` says, attention and MLPs (:mod:`jaxkern.lm.layers`). The output layer may be a matrix of
+its own, `head`. The parameters of all layers of a kind are stacked along a leading axis. The layers
+follow one another in the program, or run in a loop over the repeats of their pattern, whose time to
+compile does not grow with depth: there, what a layer saves for the backward is copied to and from
+arrays that hold it for all. The residual stream `x` is kept in fp32, as in the papers' own code,
+and what a layer adds to it is added by the next one's norm; matrix products run in the policy's
+compute dtype; A, D and dt_bias enter the scan in the parameters' dtype.
 """
 
 import dataclasses
@@ -36,6 +37,7 @@ from jaxkern.precision import Policy
 
 DECAYED = frozenset(
     {"embedding", "head", "in_proj", "conv_weight", "x_proj", "dt_proj", "out_proj"}
+    | {"f_proj", "g_proj"}
     | {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 )  # weight decay leaves norms, biases, A_log and D alone
 

@@ -17,7 +17,8 @@ exchange stands in the model (:mod:`jaxkern.nn.collectives`) and is nothing else
 - of a batch in parts (``--grad-accum``) gradients are added up after the last part alone, and all
   matrices gathered before the first;
 - over `tensor` a block adds up what `out_proj` gives, forward, and the gradient of its input; a
-  Mamba block also what `x_proj` gives, and a Mamba-2 block the mean squares of its norm. Embedding
+  Mamba block also what `x_proj` gives, a Mamba-2 block the mean squares of its norm, and a block of
+  the gated delta rule the gradient of its norm's weight. Embedding
   and loss add up rows and a few numbers of each token.
 
 A device has part of the columns of u and of those of z, which stand side by side in `in_proj`.
@@ -37,7 +38,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxkern.lm.config import AXES, ModelConfig, RunError, TrainConfig, axes_of
-from jaxkern.nn import mamba2
+from jaxkern.nn import delta_net, mamba2
 from jaxkern.nn.collectives import enter, gather
 from jaxkern.optim.gradients import sum_of_squares
 
@@ -203,7 +204,7 @@ class Split:
         """
         if self.tensor == 1:
             return {}
-        if isinstance(self.model.sizes, mamba2.Sizes):
+        if isinstance(self.model.sizes, mamba2.Sizes | delta_net.Sizes):
             return {"in_proj": 2, "in_bias": 1, "conv_weight": 1, "conv_bias": 1}
         return {"in_proj": 2, "in_bias": 1}
 
@@ -211,6 +212,10 @@ class Split:
         """The parts side by side of a parameter: how many columns, and whether they are split."""
         sizes = self.model.sizes
         inner = (sizes.d_inner, True)
+        if isinstance(sizes, delta_net.Sizes):
+            columns = [*sizes.columns.values()][: 3 if name.startswith("conv") else None]
+            low_rank = isinstance(sizes, delta_net.KimiDeltaAttentionSizes)
+            return [(size, not (low_rank and i > 3)) for i, size in enumerate(columns)]
         if not isinstance(sizes, mamba2.Sizes):
             return [inner, inner]
         shared = [(sizes.d_bc, True)] * 2 if sizes.ngroups > 1 else [(2 * sizes.d_bc, False)]
@@ -272,6 +277,7 @@ _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
     "A_log": (0, None),
     "D": (0, None),
     "norm_weight": (0, None),
+    **dict.fromkeys(("f_proj", "g_proj"), (1, 1)),  # (R, channels)
     "out_proj": (0, 1),  # (E, D)
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (None, 0)),  # (D, …)
     **dict.fromkeys(("o_proj", "down_proj"), (None, 1)),  # (…, D)
@@ -329,10 +335,11 @@ def split_of(config: TrainConfig, devices: int) -> Split:
 def _check_model(split: Split, asked: str) -> None:
     """Refuses axes of which a dimension of the model is no multiple."""
     model, sizes = split.model, split.model.sizes
-    if model.hybrid and (split.axis("tensor") or split.axis("sequence")):
+    across = "attention" in model.kinds and split.axis("sequence")
+    if across or (model.hybrid and split.axis("tensor")):
         raise RunError(
-            f"{asked} splits Mamba blocks alone by tensor and sequence, and this model has layers "
-            f"{model.layers!r}; choose data or fsdp"
+            f"{asked} cannot split layers {model.layers!r}: tensor splits models of blocks alone, "
+            "and sequence those without attention; choose data or fsdp"
         )
     dimensions = [
         (split.fsdp, model.d_model, "width d_model of {}"),
@@ -345,6 +352,11 @@ def _check_model(split: Split, asked: str) -> None:
         for groups, what in ((sizes.ngroups, "that share B and C"), (of_norm, "of the norm")):
             if groups > 1:  # of one every device has all
                 dimensions.append((split.tensor, groups, f"{{}} groups {what}"))
+    if isinstance(sizes, delta_net.Sizes):
+        dimensions.append((split.tensor, sizes.heads, "{} heads"))
+        dimensions.append((split.tensor, sizes.key_heads, "{} key heads"))
+        if isinstance(sizes, delta_net.KimiDeltaAttentionSizes):
+            dimensions.append((split.fsdp * split.tensor, sizes.d_keys, "{} key channels"))
     for count, size, what in dimensions:
         if size % count:
             raise RunError(

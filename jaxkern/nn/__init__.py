@@ -5,7 +5,8 @@ linen     flax.linen
 equinox   equinox
 mamba     the Mamba block itself, functions of arrays that the three share
 mamba2    likewise the Mamba-2 block
-remat     policies of jax.checkpoint for both blocks
+delta_net likewise Gated DeltaNet and Kimi Delta Attention
+remat     policies of jax.checkpoint for these blocks
 common    what such a kind of block is, and which calls are left to a library
 
 A layer that the library has, too, has its name, its arguments and its parameters: what one was

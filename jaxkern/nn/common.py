@@ -187,6 +187,15 @@ def check_sizes(sizes: Any) -> None:
             raise ValueError(f"{name} must be at least 1, got {value!r}")
 
 
+def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
+    """Checks that a dimension divides another one; ValueError names a divisor."""
+    if whole % value:
+        divisor = next(d for d in range(min(value, whole), 0, -1) if whole % d == 0)
+        raise ValueError(
+            f"{name} must divide {whole_name} = {whole}, got {value}; {divisor} divides it"
+        )
+
+
 def check_options(axis_name: Any, **flags: Any) -> None:
     """Checks a block's options: the name of an axis, and booleans by name.
 
@@ -235,6 +244,12 @@ def dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     low, high = math.log(1e-3), math.log(1e-1)
     dt = jnp.exp(jax.random.uniform(key, shape, jnp.float32, low, high))
     return (dt + jnp.log(-jnp.expm1(-dt))).astype(dtype)
+
+
+def a_log(low: float) -> Initializer:
+    """Draws A_log so that exp(A_log) is uniform in [low, 16]."""
+    draw = lambda key, shape: jax.random.uniform(key, shape, jnp.float32, low, 16)
+    return lambda key, shape, dtype: jnp.log(draw(key, shape)).astype(dtype)
 
 
 def cast(x: jax.Array, weights: Any, dtype: Any) -> jax.Array:

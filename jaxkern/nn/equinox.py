@@ -25,7 +25,7 @@ import optax
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import mamba, mamba2
+from jaxkern.nn import delta_net, mamba, mamba2
 from jaxkern.nn.common import Block, dtype_reason, implementation_of_products, left_to_parent
 from jaxkern.optim.transforms import apply
 from jaxkern.precision import LossScale
@@ -37,6 +37,8 @@ except ImportError as error:
 
 __all__ = [
     "Dropout",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
     "LayerNorm",
     "Linear",
     "Mamba",
@@ -252,7 +254,8 @@ class _BlockLayer(eqx.Module):
         """x (L, D) or (B, L, D) -> the same shape; with `return_cache`, also the cache.
 
         Packed sequences end where `segment_ids` (L,) or (B, L), integers, change. Other options are
-        those of :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
+        those of :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
+        :func:`jaxkern.nn.delta_net.delta_net`.
         """
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         x = self._block.check_call(self.sizes, x, cache, segment_ids, ("L D", "B L D"))
@@ -394,6 +397,128 @@ class Mamba2(_BlockLayer):
                 norm_groups=norm_groups,
                 norm_eps=norm_eps,
                 dt_limit=dt_limit,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
+
+
+class GatedDeltaNet(_BlockLayer):
+    """Gated DeltaNet, the linear attention of Qwen3-Next, on :func:`jaxkern.gated_delta_rule`.
+
+    Its leaves are those of :class:`jaxkern.nn.delta_net.Weights`.
+
+    Args:
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
+        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      dtype: of the parameters.
+      key: from which the initial values are drawn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import GatedDeltaNet
+      >>> key, x = jax.random.key(0), jnp.ones((5, 64))
+      >>> block = GatedDeltaNet(64, num_heads=4, num_key_heads=2, d_key=16, d_value=32, key=key)
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[0], cache)  # the sixth token
+      >>> out.shape
+      (64,)
+    """
+
+    _block = delta_net.GATED_DELTA_NET
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        num_key_heads: int | None = None,
+        d_key: int = 128,
+        d_value: int = 128,
+        d_conv: int = 4,
+        norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        use_conv_bias: bool = False,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            delta_net.GatedDeltaNetSizes(
+                d_model,
+                num_heads=num_heads,
+                num_key_heads=num_key_heads,
+                d_key=d_key,
+                d_value=d_value,
+                d_conv=d_conv,
+                norm_eps=norm_eps,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            implementation,
+            key,
+        )
+
+
+class KimiDeltaAttention(_BlockLayer):
+    """Kimi Delta Attention, of Kimi Linear, on :func:`jaxkern.gated_delta_rule`.
+
+    Its leaves are those of :class:`jaxkern.nn.delta_net.Weights`.
+
+    Args:
+      d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
+        :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      dtype: of the parameters.
+      key: from which the initial values are drawn.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.equinox import KimiDeltaAttention
+      >>> key, x = jax.random.key(0), jnp.ones((5, 64))
+      >>> block = KimiDeltaAttention(64, num_heads=4, d_key=16, d_value=32, key=key)
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[0], cache)  # the sixth token
+      >>> out.shape
+      (64,)
+    """
+
+    _block = delta_net.KIMI_DELTA_ATTENTION
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        d_key: int = 128,
+        d_value: int = 128,
+        d_conv: int = 4,
+        gate_rank: int | None = None,
+        norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        use_conv_bias: bool = False,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        key: jax.Array,
+    ):
+        self._build(
+            delta_net.KimiDeltaAttentionSizes(
+                d_model,
+                num_heads=num_heads,
+                d_key=d_key,
+                d_value=d_value,
+                d_conv=d_conv,
+                gate_rank=gate_rank,
+                norm_eps=norm_eps,
                 use_bias=use_bias,
                 use_conv_bias=use_conv_bias,
             ),

@@ -22,7 +22,7 @@ import optax
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import common, mamba, mamba2
+from jaxkern.nn import common, delta_net, mamba, mamba2
 from jaxkern.nn.common import left_to_parent
 from jaxkern.optim.transforms import apply, check_transformation
 from jaxkern.precision import LossScale
@@ -33,7 +33,18 @@ try:
 except ImportError as error:
     raise ImportError("jaxkern.nn.flax needs flax; run: pip install flax") from error
 
-__all__ = ["Dropout", "LayerNorm", "Linear", "Mamba", "Mamba2", "Optimizer", "RMSNorm", "SwiGLU"]
+__all__ = [
+    "Dropout",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LayerNorm",
+    "Linear",
+    "Mamba",
+    "Mamba2",
+    "Optimizer",
+    "RMSNorm",
+    "SwiGLU",
+]
 
 
 class _OnOps:
@@ -234,7 +245,8 @@ class _BlockLayer(nnx.Module):
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
         (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
         `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
-        :func:`jaxkern.nn.mamba.mamba` and :func:`jaxkern.nn.mamba2.mamba2`.
+        :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
+        :func:`jaxkern.nn.delta_net.delta_net`.
         """
         return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
 
@@ -389,6 +401,140 @@ class Mamba2(_BlockLayer):
                 norm_groups=norm_groups,
                 norm_eps=norm_eps,
                 dt_limit=dt_limit,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            param_dtype,
+            implementation,
+            rngs,
+        )
+
+
+class GatedDeltaNet(_BlockLayer):
+    """Gated DeltaNet, the linear attention of Qwen3-Next, on :func:`jaxkern.gated_delta_rule`.
+
+    Its parameters are the fields of :class:`jaxkern.nn.delta_net.Weights`, and its equations in
+    :mod:`jaxkern.nn.delta_net`.
+
+    Args:
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
+        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+        :func:`jaxkern.gated_delta_rule` says what its kernels take.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import GatedDeltaNet
+      >>> sizes = {"num_heads": 4, "num_key_heads": 2, "d_key": 16, "d_value": 32}
+      >>> block, x = GatedDeltaNet(64, **sizes, rngs=nnx.Rngs(0)), jnp.ones((1, 5, 64))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[:, 0], cache)  # the sixth token
+      >>> out.shape
+      (1, 64)
+
+    References:
+      Yang, Kautz and Hatamizadeh, `Gated Delta Networks <https://arxiv.org/abs/2412.06464>`_, 2024.
+    """
+
+    _block = delta_net.GATED_DELTA_NET
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        num_key_heads: int | None = None,
+        d_key: int = 128,
+        d_value: int = 128,
+        d_conv: int = 4,
+        norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        use_conv_bias: bool = False,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self._build(
+            delta_net.GatedDeltaNetSizes(
+                d_model,
+                num_heads=num_heads,
+                num_key_heads=num_key_heads,
+                d_key=d_key,
+                d_value=d_value,
+                d_conv=d_conv,
+                norm_eps=norm_eps,
+                use_bias=use_bias,
+                use_conv_bias=use_conv_bias,
+            ),
+            n_layers,
+            dtype,
+            param_dtype,
+            implementation,
+            rngs,
+        )
+
+
+class KimiDeltaAttention(_BlockLayer):
+    """Kimi Delta Attention, of Kimi Linear, on :func:`jaxkern.gated_delta_rule`.
+
+    Its parameters are the fields of :class:`jaxkern.nn.delta_net.Weights`, and its equations in
+    :mod:`jaxkern.nn.delta_net`.
+
+    Args:
+      d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
+        :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+        :func:`jaxkern.gated_delta_rule` says what its kernels take.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxkern.nn.flax import KimiDeltaAttention
+      >>> block = KimiDeltaAttention(64, num_heads=4, d_key=16, d_value=32, rngs=nnx.Rngs(0))
+      >>> x = jnp.ones((1, 5, 64))
+      >>> out, cache = block(x, return_cache=True)
+      >>> out, cache = block.step(x[:, 0], cache)  # the sixth token
+      >>> out.shape
+      (1, 64)
+
+    References:
+      Kimi Team, `Kimi Linear <https://arxiv.org/abs/2510.26692>`_, 2025.
+    """
+
+    _block = delta_net.KIMI_DELTA_ATTENTION
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int | None = None,
+        d_key: int = 128,
+        d_value: int = 128,
+        d_conv: int = 4,
+        gate_rank: int | None = None,
+        norm_eps: float = 1e-5,
+        use_bias: bool = False,
+        use_conv_bias: bool = False,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        self._build(
+            delta_net.KimiDeltaAttentionSizes(
+                d_model,
+                num_heads=num_heads,
+                d_key=d_key,
+                d_value=d_value,
+                d_conv=d_conv,
+                gate_rank=gate_rank,
+                norm_eps=norm_eps,
                 use_bias=use_bias,
                 use_conv_bias=use_conv_bias,
             ),

@@ -18,7 +18,7 @@ import optax
 
 import jaxkern
 from jaxkern.core.dispatch import Implementation
-from jaxkern.nn import common, mamba, mamba2
+from jaxkern.nn import common, delta_net, mamba, mamba2
 from jaxkern.nn.common import left_to_parent
 from jaxkern.optim.transforms import apply, check_transformation
 from jaxkern.precision import LossScale
@@ -31,7 +31,18 @@ try:
 except ImportError as error:
     raise ImportError("jaxkern.nn.linen needs flax; run: pip install flax") from error
 
-__all__ = ["Dense", "Dropout", "LayerNorm", "Mamba", "Mamba2", "RMSNorm", "SwiGLU", "TrainState"]
+__all__ = [
+    "Dense",
+    "Dropout",
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LayerNorm",
+    "Mamba",
+    "Mamba2",
+    "RMSNorm",
+    "SwiGLU",
+    "TrainState",
+]
 
 
 class RMSNorm(nn.RMSNorm):
@@ -218,8 +229,8 @@ class _BlockLayer(nn.Module):
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change; and the others of :func:`jaxkern.nn.mamba.mamba` and
-        :func:`jaxkern.nn.mamba2.mamba2`.
+        (B, L), integers, change; and the others of :func:`jaxkern.nn.mamba.mamba`,
+        :func:`jaxkern.nn.mamba2.mamba2` and :func:`jaxkern.nn.delta_net.delta_net`.
         """
         options |= {"dtype": self.dtype, "implementation": self.implementation}
         return self._block.apply(self.weights, self._sizes(), x, cache, **options)
@@ -314,6 +325,80 @@ class Mamba2(_BlockLayer):
     use_conv_bias: bool = True
 
     _block = mamba2.BLOCK
+
+
+class GatedDeltaNet(_BlockLayer):
+    """Gated DeltaNet, the linear attention of Qwen3-Next, on :func:`jaxkern.gated_delta_rule`.
+
+    Attributes:
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
+        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.linen import GatedDeltaNet
+      >>> x = jnp.ones((1, 5, 64))
+      >>> block = GatedDeltaNet(64, num_heads=4, num_key_heads=2, d_key=16, d_value=32)
+      >>> params = block.init(jax.random.key(0), x)
+      >>> out, cache = block.apply(params, x, return_cache=True)
+      >>> out, cache = block.apply(params, x[:, 0], cache, method="step")  # the sixth token
+      >>> out.shape
+      (1, 64)
+    """
+
+    d_model: int
+    num_heads: int | None = None
+    num_key_heads: int | None = None
+    d_key: int = 128
+    d_value: int = 128
+    d_conv: int = 4
+    norm_eps: float = 1e-5
+    use_bias: bool = False
+    use_conv_bias: bool = False
+    n_layers: int = 1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: Implementation | None = None
+
+    _block = delta_net.GATED_DELTA_NET
+
+
+class KimiDeltaAttention(_BlockLayer):
+    """Kimi Delta Attention, of Kimi Linear, on :func:`jaxkern.gated_delta_rule`.
+
+    Attributes:
+      d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
+        :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jaxkern.nn.linen import KimiDeltaAttention
+      >>> x = jnp.ones((1, 5, 64))
+      >>> block = KimiDeltaAttention(64, num_heads=4, d_key=16, d_value=32)
+      >>> params = block.init(jax.random.key(0), x)
+      >>> out, cache = block.apply(params, x, return_cache=True)
+      >>> out, cache = block.apply(params, x[:, 0], cache, method="step")  # the sixth token
+      >>> out.shape
+      (1, 64)
+    """
+
+    d_model: int
+    num_heads: int | None = None
+    d_key: int = 128
+    d_value: int = 128
+    d_conv: int = 4
+    gate_rank: int | None = None
+    norm_eps: float = 1e-5
+    use_bias: bool = False
+    use_conv_bias: bool = False
+    n_layers: int = 1
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    implementation: Implementation | None = None
+
+    _block = delta_net.KIMI_DELTA_ATTENTION
 
 
 class TrainState(train_state.TrainState):

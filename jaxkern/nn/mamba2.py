@@ -95,10 +95,12 @@ class Sizes:
 
     def __post_init__(self):
         common.check_sizes(self)
-        _check_divides("headdim", self.headdim, "E = expand · d_model", self.d_inner)
-        _check_divides("ngroups", self.ngroups, "H = E / headdim", self.heads)
+        common.check_divides("headdim", self.headdim, "E = expand · d_model", self.d_inner)
+        common.check_divides("ngroups", self.ngroups, "H = E / headdim", self.heads)
         if self.norm_groups is not None:
-            _check_divides("norm_groups", self.norm_groups, "E = expand · d_model", self.d_inner)
+            common.check_divides(
+                "norm_groups", self.norm_groups, "E = expand · d_model", self.d_inner
+            )
         limits = StepSizes.checked(True, self.dt_limit)
         object.__setattr__(self, "dt_limit", (limits.low, limits.high))  # of a list, say
 
@@ -143,14 +145,6 @@ def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
     return _Part(**(whole | {"ngroups": groups, "norm_groups": None, "inner": inner}))
 
 
-def _check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
-    if whole % value:
-        divisor = next(d for d in range(min(value, whole), 0, -1) if whole % d == 0)
-        raise ValueError(
-            f"{name} must divide {whole_name} = {whole}, got {value}; {divisor} divides it"
-        )
-
-
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
     """Initial values and shapes of :class:`Weights`; `n_layers` as in :mod:`jaxkern.nn.mamba`."""
     n_layers = check_integer("n_layers", n_layers, minimum=1)
@@ -160,7 +154,7 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
         "conv_weight": (common.uniform(w**-0.5), (u, w)),
         "conv_bias": (common.uniform(w**-0.5), (u,)),
         "dt_bias": (common.dt_bias, (h,)),
-        "A_log": (_a_log, (h,)),
+        "A_log": (common.a_log(1), (h,)),
         "D": (common.ones, (h,)),
         "norm_weight": (common.ones, (e,)),
         "out_proj": (common.uniform(e**-0.5 * n_layers**-0.5), (e, d)),
@@ -170,11 +164,6 @@ def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
     if sizes.use_bias:
         inits |= {"in_bias": (common.zeros, (e + u + h,)), "out_bias": (common.zeros, (d,))}
     return inits
-
-
-def _a_log(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Draws A_log so that exp(A_log) is uniform in [1, 16]."""
-    return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1, 16)).astype(dtype)
 
 
 def init_cache(sizes: Sizes, batch_size: int, dtype: Any) -> Cache:

@@ -1,4 +1,4 @@
-"""Policies of jax.checkpoint: what Mamba and Mamba-2 blocks keep for the backward.
+"""Policies of jax.checkpoint: what Mamba, Mamba-2, Gated DeltaNet and KDA blocks keep.
 
     layer = jax.checkpoint(layer, policy=jaxkern.nn.remat.CHEAP)
 
@@ -15,17 +15,19 @@ policy      keeps                                                    computes ag
 ``None``    nothing, which is the default of ``jax.checkpoint``      all, `in_proj`, too
 ==========  =======================================================  ============================
 
-The names in them are ``mamba_in_proj`` and ``mamba_x_proj``, of both kinds of block, and the ops'.
+The names in them are ``mamba_in_proj`` and ``mamba_x_proj`` of Mamba and Mamba-2, ``delta_in_proj``
+of :mod:`jaxkern.nn.delta_net`, and the ops'.
 The input of what is checkpointed is always kept. Of other layers inside of it these policies keep
 nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those.
 """
 
 import jax
 
-_PRODUCTS = ("mamba_in_proj", "mamba_x_proj")
+_PRODUCTS = ("mamba_in_proj", "mamba_x_proj", "delta_in_proj")
+_SCANS = ("selective_scan", "ssd", "gated_delta_rule")
 
 SCAN = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS)
 """Keeps the products that a block begins with, and computes all else again."""
 
-CHEAP = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, "selective_scan", "ssd")
+CHEAP = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, *_SCANS)
 """Keeps these and the scan's results, and computes again what waits for memory alone."""

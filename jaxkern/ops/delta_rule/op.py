@@ -113,8 +113,8 @@ def gated_delta_rule(
     fp32. With β near 2 each token nearly reflects the state, and the values of a chunk, found from
     products of its keys, lose up to nine of 24 bits where keys are nearly parallel and nothing
     decays; a loop loses five. The kernels find the chunk's inverse in fp32, and round it, the
-    state and what is multiplied by them to 16 bits. Where :math:`\beta \lVert k \rVert^2` is above 2, the state and its
-    errors may grow with every token.
+    state and what is multiplied by them to 16 bits. Where :math:`\beta \lVert k \rVert^2` is
+    above 2, the state and its errors may grow with every token.
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every 256th token are kept.
