@@ -303,10 +303,9 @@ def store_matrix(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
                 for n, to in enumerate(_column_of_lane(ref, k, half)):
                     llvm.store(element(register, n), to, alignment=4)
             return
-        lane, stride = _lane(), ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-        bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
-        row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
-        start = arith.addi(arith.muli(row, i32(stride)), arith.muli(bits(0, 2), i32(2)))
+        stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row, pair = _row_and_pair(_lane())
+        start = arith.addi(arith.muli(row, i32(stride)), arith.muli(pair, i32(2)))
         start = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [start], _dtype(ref))
         for (k, half), register in np.ndenumerate(v.registers.reshape(-1, 2)):
             to = mgpu_utils.getelementptr(start, [8 * half * stride + 8 * k], _dtype(ref))
@@ -341,15 +340,17 @@ def load_transposed(ref: Any) -> jax.Array:
 def _column_of_lane(ref: Any, k: int, half: int) -> list[Any]:
     """Addresses in (n, 64) of a lane's pair of (64, n): register `half` of the `k`-th 8 columns."""
     stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
-    lane = arith.remui(mgpu_utils.thread_idx(), i32(LANES))
-    bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
-    row = arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3))
-    column = arith.muli(bits(0, 2), i32(2 * stride))
-    start = mgpu_utils.getelementptr(
-        mgpu_utils.memref_ptr(ref), [arith.addi(row, column)], _dtype(ref)
-    )
+    row, pair = _row_and_pair(mgpu_utils.thread_idx())
+    start = arith.addi(row, arith.muli(pair, i32(2 * stride)))
+    start = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [start], _dtype(ref))
     offsets = (8 * half + (8 * k + m) * stride for m in range(2))
     return [mgpu_utils.getelementptr(start, [at], _dtype(ref)) for at in offsets]
+
+
+def _row_and_pair(lane: Any) -> tuple[Any, Any]:
+    """The first row of an accumulator that a lane has, and which pair of every 8 columns."""
+    bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
+    return arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3)), bits(0, 2)
 
 
 def multiply(
