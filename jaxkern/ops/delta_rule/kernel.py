@@ -96,7 +96,7 @@ PAIR = 2
 SAVED = SAVED_EVERY // CHUNK
 """Chunks from one saved state to the next."""
 _SQUARE = 2 * CHUNK * CHUNK
-"""Bytes of a tile of two chunks' tokens."""
+"""Bytes of a tile (CHUNK, CHUNK)."""
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 _BF16, _F32 = jnp.bfloat16, jnp.float32
@@ -168,9 +168,8 @@ class _Call:
         beta = jnp.ones(of_tokens, jnp.float32) if beta is None else beta.astype(jnp.float32)
         steps = jnp.stack([g * LOG2E, beta], axis=-1).reshape(*v.shape[:2], self.heads, 2)
         steps = _padded(steps, 1, self.tokens)
-        steps = steps.reshape(self.batch, self.chunks, CHUNK, self.heads, 2).transpose(
-            0, 3, 1, 4, 2
-        )
+        steps = steps.reshape(self.batch, self.chunks, CHUNK, self.heads, 2)
+        steps = steps.transpose(0, 3, 1, 4, 2)
         self.steps = steps.at[..., 0, :].set(jnp.cumsum(steps[..., 0, :], axis=-1))
 
     def of_values(self, v: Any) -> Any:
@@ -186,10 +185,12 @@ class _Call:
         return _padded(_padded(v, v.ndim - 2, self.keys), v.ndim - 1, self.values)
 
     def cut_states(self, v: Any) -> Any:
+        """Undoes `states`."""
         v = v[..., : self.key_channels, : self.channels]
         return v.reshape(*v.shape[:-3], self.groups, self.rank, *v.shape[-2:])
 
     def cut_values(self, v: Any) -> Any:
+        """Undoes `of_values`."""
         v = v[:, : self.length, :, : self.channels]
         return v.reshape(*v.shape[:2], self.groups, self.rank, self.channels)
 
@@ -237,7 +238,7 @@ class _At:
         return ref.at[self.batch, _tokens(chunk), self.head, pl.ds(part * SLICE, SLICE)]
 
     def square(self, ref: Any, chunk: Any) -> Any:
-        """Steps, T or P of a chunk."""
+        """Steps, T or numbers of a chunk."""
         return ref.at[self.batch, self.head, chunk]
 
     def state(self, ref: Any, index: Any, part: Any) -> Any:
