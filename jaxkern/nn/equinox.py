@@ -413,8 +413,9 @@ class GatedDeltaNet(_BlockLayer):
     Its leaves are those of :class:`jaxkern.nn.delta_net.Weights`.
 
     Args:
-      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
-        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
+        :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      norm_eps, use_bias, use_conv_bias: as that class has them.
       n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
       dtype: of the parameters.
       key: from which the initial values are drawn.

@@ -419,8 +419,9 @@ class GatedDeltaNet(_BlockLayer):
     :mod:`jaxkern.nn.delta_net`.
 
     Args:
-      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
-        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
+        :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      norm_eps, use_bias, use_conv_bias: as that class has them.
       n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
         :func:`jaxkern.gated_delta_rule` says what its kernels take.
 

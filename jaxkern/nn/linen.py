@@ -331,8 +331,9 @@ class GatedDeltaNet(_BlockLayer):
     """Gated DeltaNet, the linear attention of Qwen3-Next, on :func:`jaxkern.gated_delta_rule`.
 
     Attributes:
-      d_model, num_heads, num_key_heads, d_key, d_value, d_conv, norm_eps, use_bias,
-        use_conv_bias: as :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
+        :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
+      norm_eps, use_bias, use_conv_bias: as that class has them.
       n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
 
     Example:
