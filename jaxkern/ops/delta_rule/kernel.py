@@ -522,16 +522,16 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         wait_for_tiles(1)
         beta = _load(steps, 1, ROWS)
         a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
-        strict = _decays(steps, strict=True)
-        a, P, earlier = a * strict, P * _decays(steps), P * strict
+        a, P = a * _decays(steps, strict=True), P * _decays(steps)
         M, dP = [accumulator(CHUNK)] * 2
         for part in range(slices):
             lefts = [dV.at[part], dout.at[part]]
             M, dP = multiply([M, dP], lefts, new.at[part], transposed=True)
         dP = dP * call.scale
+        of_all = dP * P - M * a
         # What a token adds to both sums of dc is left out of both, or its rounding stays.
-        dbeta = jnp.sum(dP * (P - earlier), axis=1)
-        h = dP * earlier - M * a
+        h = of_all * jnp.exp2(causal(accumulator(CHUNK), first=1))
+        dbeta = jnp.sum(of_all - h, axis=1)
         dc = jnp.sum(h * _of_earlier(steps), axis=1)
         for first in range(0, CHUNK, 32):
             store_column_sums(smem.columns, first, h[:, first : first + 32])

@@ -201,11 +201,12 @@ class _Forward(_Sequence):
         y = y * over_columns(jnp.exp2(c - decays.before()), STEP)
         if self.refs.D is not None:
             y = y + self.skip() * x32
-        z = None if self.refs.z is None else to_fp32(load_left(stage["z"], transposed=True))
         sync_tiles()
         (y,) = multiply([y], [x], M)
-        if z is not None:
+        if self.refs.z is not None:
+            z = to_fp32(load_left(stage["z"], transposed=True))
             if self.refs.y is not None:
+                sync_tiles()  # all warps have read z
                 store_tile(stage["z"], y.astype(dtype), transposed=True)
             y = y * z * sigmoid(z, False, layout=TILE)
         store_tile(stage["x"], y.astype(dtype), transposed=True)
