@@ -384,7 +384,7 @@ def _gates(
         bias = weights.dt_bias.astype(rates.dtype).reshape(decay.shape[beta.ndim - 1 :])
         return rates * jax.nn.softplus(decay.astype(rates.dtype) + bias)
 
-    # What softplus would keep for the backward is, of KDA, several fp32 numbers a channel.
+    # Recomputed in the backward: with KDA softplus would keep several fp32 numbers a channel.
     g = recomputing(log_decays)(weights, decay)
     return z, g, jax.nn.sigmoid(beta.astype(g.dtype))
 

@@ -529,7 +529,7 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
             M, dP = multiply([M, dP], lefts, new.at[part], transposed=True)
         dP = dP * call.scale
         of_all = dP * P - M * a
-        # What a token adds to both sums of dc is left out of both, or its rounding stays.
+        # The diagonal would enter both sums of dc, and cancel but for its rounding.
         h = of_all * jnp.exp2(causal(accumulator(CHUNK), first=1))
         dbeta = jnp.sum(of_all - h, axis=1)
         dc = jnp.sum(h * _of_earlier(steps), axis=1)

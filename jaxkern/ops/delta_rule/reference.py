@@ -184,7 +184,7 @@ def _pairs_of_heads(
 def _pairs_of_channels(
     product: Any, g: jax.Array, k: jax.Array, rank: Any
 ) -> Callable[[jax.Array], jax.Array]:
-    """The same where each channel has a decay: ``Σ_k x[i, k] · k[j, k] · exp(Σ g[t, k])``.
+    """Makes pairs where each channel has a decay: ``Σ_k x[i, k] · k[j, k] · exp(Σ g[t, k])``.
 
     Tokens are in blocks. Within one, all the exponentials are computed. Between two, i and j are
     decayed from and to an anchor, the start of i's block: no exponent is above 0 where g is not.
@@ -332,7 +332,7 @@ def reference_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[jax
 def reference_bwd_carry(
     options: DeltaRuleOptions, q, k, g, beta, dout, rank
 ) -> tuple[jax.Array, ...]:
-    """The same of the gradient: dS after a part becomes Pᵀ dS + R before it.
+    """The matrix P and the gradient R of a part: dS after it becomes Pᵀ dS + R before it.
 
     The gradient by the initial state of that scan, which is linear in it.
     """

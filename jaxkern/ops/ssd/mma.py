@@ -303,7 +303,7 @@ def launch_grads(scan: SsdTile, arrays: Any, dy: Any, before: Any, ends: Any) ->
     of_states = product.reshape(scan.batch, scan.chunks, units[1], SLICE, scan.states)
     of_states = of_states.sum((-2, -1)).swapaxes(1, 2)
     of_states = of_states * jnp.repeat(jnp.exp2(arrays.steps[:, :, :, 0, -1]), scan.slices, axis=1)
-    # What is carried past a step, of its own tokens and of what came before.
+    # Sums that a step carries past its end: of its own tokens, and of the state before it.
     halves = lambda v: v.reshape(*v.shape[:3], STEPS, STEP).sum(-1)
     carried = own.pop("carried").sum(-1).reshape(*of_states.shape, STEPS)
     last = carried + of_states[..., None]
