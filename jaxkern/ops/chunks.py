@@ -1,4 +1,6 @@
-"""Scans in plain JAX, in chunks of tokens: what ssd and the gated delta rule have in common.
+"""Scans in chunks of tokens: what ssd and the gated delta rule have in common.
+
+In plain JAX they are all here; the last section is about arrays that go into kernels.
 
 A scan over chunks, each of which is a few products, that an op's tokens describe (:class:`Tokens`).
 For the backward the state before every block of `checkpoint_every` tokens is kept; a block runs
@@ -22,6 +24,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkern.core.mesh import vary_over, varying
+from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.ops import segments
 from jaxkern.ops.scan_options import SequenceBlocks
 from jaxkern.ops.segments import Seen, along, with_zeros
 
@@ -529,8 +533,49 @@ def decay_sums(a: jax.Array) -> tuple[jax.Array, jax.Array]:
     return add("ij,...j->...i", upto, a), add("it,...tj->...ij", upto, after)
 
 
+# Around kernels
+
+
+def padded(v: Any, axis: int, size: int) -> Any:
+    """`v`, or ``None``, with zeros up to `size` along an axis."""
+    if v is None or v.shape[axis] >= size:
+        return v
+    widths = [(0, 0)] * v.ndim
+    widths[axis] = (0, size - v.shape[axis])
+    return jnp.pad(v, widths)
+
+
+def chunk_sums_of(a: jax.Array, numbers: jax.Array, chunk: int) -> jax.Array:
+    """(B, H, chunks, 2, chunk): sums of a · log2(e) from a chunk's first token on, and `numbers`.
+
+    Args:
+      a, numbers: (B, L, H), fp32. A last chunk is filled up with zeros of both.
+      chunk: tokens of a chunk.
+    """
+    batch, length, heads = a.shape
+    chunks = -(-length // chunk)
+    both = padded(jnp.stack([a * LOG2E, numbers], axis=-1), 1, chunks * chunk)
+    both = both.reshape(batch, chunks, chunk, heads, 2).transpose(0, 3, 1, 4, 2)
+    return both.at[..., 0, :].set(jnp.cumsum(both[..., 0, :], axis=-1))
+
+
+def where_segments_begin(rank: jax.Array, value: float, a: jax.Array) -> jax.Array:
+    """`a`, (B, L, G, R), with `value` at the first token of each segment but the row's first."""
+    return jnp.where(segments.begins(rank)[..., None, None], jnp.asarray(value, a.dtype), a)
+
+
+def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
+    """`a`, with decays of 0 between segments: to the kernels all tokens are of one segment."""
+    return where_segments_begin(rank, least_log_decay(a.dtype), a)
+
+
 def unless_finite(
-    checked: Any, results: Any, plain: Callable[..., Any], args: tuple[Any, ...]
+    checked: Any,
+    results: Any,
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    whole: int | None = None,
 ) -> Any:
     """`results`, or ``plain(*args)`` if one of the arrays `checked` has NaN or ∞.
 
@@ -543,8 +588,9 @@ def unless_finite(
     Args:
       checked: a list of arrays.
       results: a tuple of arrays or ``None``.
-      plain: gives what `results` holds, if wider; but for `D`, its arguments have a batch.
-      args: x, dt, a, B, C, D and what follows; of the results, too, the sixth has no batch.
+      plain: gives what `results` holds, if wider.
+      args: arrays or ``None``, with a batch.
+      whole: the number of the argument, and of its gradient among results, that has no batch.
     """
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(v)) for v in checked]))
     flat = lambda tree: jax.tree.map(jnp.ravel, tree)
@@ -552,16 +598,18 @@ def unless_finite(
     given = flat(args)
 
     def run(_: Any) -> Any:
-        whole = shaped(lax.optimization_barrier(given), args)
-        (*before, D), after = whole[:6], whole[6:]
+        rows = list(shaped(lax.optimization_barrier(given), args))
+        own = None
+        if whole is not None and whole < len(rows):
+            own, rows[whole] = rows[whole], None
 
         def of_row(row: Any) -> Any:
-            before, after = jax.tree.map(lambda v: v[None], row)
-            outs = plain(*before, D, *after)
-            return tuple(v if v is None or i == 5 else v[0] for i, v in enumerate(outs))
+            row = jax.tree.map(lambda v: v[None], row)
+            outs = plain(*(own if i == whole else v for i, v in enumerate(row)))
+            return tuple(v if v is None or i == whole else v[0] for i, v in enumerate(outs))
 
-        outs = lax.map(of_row, (before, after))
-        outs = (v if v is None or i != 5 else v.sum(0) for i, v in enumerate(outs))
+        outs = lax.map(of_row, rows)
+        outs = (v.sum(0) if i == whole and v is not None else v for i, v in enumerate(outs))
         rounded = jax.tree.map(lambda v, like: v.astype(like.dtype), tuple(outs), results)
         return jnp.bool_(True), flat(rounded)
 

@@ -34,6 +34,7 @@ that the forward saved. With these chunks are independent: with the products
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -43,7 +44,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
 from jaxkern.mosaic.mma import (
     TileRing,
@@ -73,11 +73,11 @@ from jaxkern.mosaic.wgmma import (
     store_column_sums,
     to_fp32,
 )
-from jaxkern.ops import segments
-from jaxkern.ops.chunks import least_log_decay, unless_finite
+from jaxkern.ops.chunks import chunk_sums_of, cut_decays, padded, unless_finite
 from jaxkern.ops.delta_rule.reference import (
     SAVED_EVERY,
     DeltaRuleOptions,
+    clipped_decays,
     reference_bwd,
     reference_fwd,
     unit_length,
@@ -132,14 +132,6 @@ def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int
     )
 
 
-def _padded(v: Any, axis: int, size: int) -> Any:
-    if v is None or v.shape[axis] == size:
-        return v
-    widths = [(0, 0)] * v.ndim
-    widths[axis] = (0, size - v.shape[axis])
-    return jnp.pad(v, widths)
-
-
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
@@ -161,28 +153,26 @@ class _Call:
         self.chunks, self.slices = self.tokens // CHUNK, self.values // SLICE
         if options.qk_l2norm:
             q, k = (unit_length(x.astype(jnp.float32)).astype(x.dtype) for x in (q, k))
-        self.q, self.k = (_padded(_padded(x, 1, self.tokens), 3, self.keys) for x in (q, k))
+        self.q, self.k = (padded(padded(x, 1, self.tokens), 3, self.keys) for x in (q, k))
         self.v, self.scale = self.of_values(v), options.scale
         of_tokens = v.shape[:-1]
         g = jnp.zeros(of_tokens, jnp.float32) if g is None else g.astype(jnp.float32)
         beta = jnp.ones(of_tokens, jnp.float32) if beta is None else beta.astype(jnp.float32)
-        steps = jnp.stack([g * LOG2E, beta], axis=-1).reshape(*v.shape[:2], self.heads, 2)
-        steps = _padded(steps, 1, self.tokens)
-        steps = steps.reshape(self.batch, self.chunks, CHUNK, self.heads, 2)
-        steps = steps.transpose(0, 3, 1, 4, 2)
-        self.steps = steps.at[..., 0, :].set(jnp.cumsum(steps[..., 0, :], axis=-1))
+        by_head = (x.reshape(*v.shape[:2], self.heads) for x in (g, beta))
+        g, beta = (padded(x, 1, self.tokens) for x in by_head)
+        self.steps = chunk_sums_of(g, beta, CHUNK)
 
     def of_values(self, v: Any) -> Any:
         """(B, L, H, V) of (B, L, G, R, V)."""
         v = v.reshape(*v.shape[:2], self.heads, self.channels)
-        return _padded(_padded(v, 1, self.tokens), 3, self.values)
+        return padded(padded(v, 1, self.tokens), 3, self.values)
 
     def states(self, v: Any) -> Any:
         """(…, H, K, V), fp32, of (…, G, R, K, V)."""
         if v is None:
             return None
         v = v.astype(jnp.float32).reshape(*v.shape[:-4], self.heads, *v.shape[-2:])
-        return _padded(_padded(v, v.ndim - 2, self.keys), v.ndim - 1, self.values)
+        return padded(padded(v, v.ndim - 2, self.keys), v.ndim - 1, self.values)
 
     def cut_states(self, v: Any) -> Any:
         """Undoes `states`."""
@@ -617,11 +607,8 @@ def launch_fwd(
     found = out, final if options.final else None, states
     if rank is None:
         return found
-
-    def plain(q, k, v, g, beta, _, initial_state, rank):
-        return reference_fwd(options, q, k, v, g, beta, initial_state, rank, None)
-
-    return unless_finite([final], found, plain, (*args[:5], None, initial_state, rank))
+    plain = functools.partial(reference_fwd, options)
+    return unless_finite([final], found, plain, (*args[:7], None))
 
 
 def _one(call: _Call, state: Any) -> Any:
@@ -630,14 +617,11 @@ def _one(call: _Call, state: Any) -> Any:
 
 
 def _cut(g: Any, v: Any, rank: Any) -> Any:
-    """The logarithms of decays, of which none has a sum that is not finite; 0 between segments."""
-    least = least_log_decay(jnp.float32)
-    if g is not None:
-        g = jnp.where(g < least, jnp.asarray(least, g.dtype), g)
+    """The logarithms of decays, those of 0 with finite sums; 0 between segments."""
+    g = clipped_decays(g)
     if rank is None:
         return g
-    g = jnp.zeros(v.shape[:-1], jnp.float32) if g is None else g
-    return jnp.where(segments.begins(rank)[..., None, None], jnp.asarray(least, g.dtype), g)
+    return cut_decays(jnp.zeros(v.shape[:-1], jnp.float32) if g is None else g, rank)
 
 
 def launch_bwd(
@@ -671,14 +655,11 @@ def launch_bwd(
     dinitial = call.cut_states(ends["dinitial"][:, 0])
     found = (
         *(dq, dk, call.cut_values(ends["dV"]), None if g is None else dg),
-        *(None if beta is None else dbeta, None, None if initial_state is None else dinitial),
+        *(None if beta is None else dbeta, None if initial_state is None else dinitial),
+        *(None, None),
     )
-    if rank is not None:
-
-        def plain(q, k, v, g, beta, _, initial_state, rank, *rest):
-            grads = reference_bwd(options, q, k, v, g, beta, initial_state, rank, None, *rest)
-            return *grads[:5], None, grads[5]
-
-        given = *args[:5], None, initial_state, rank, states, dout, dfinal
-        found = unless_finite([dg, dbeta, dinitial], found, plain, given)
-    return *found[:5], found[6], None, None
+    if rank is None:
+        return found
+    plain = functools.partial(reference_bwd, options)
+    given = *args[:7], None, states, dout, dfinal
+    return unless_finite([dg, dbeta, dinitial], found, plain, given)

@@ -63,14 +63,8 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, v: Any, g: Any, beta: Any) -> "Tokens":
-        """The tokens, with logarithms of decays whose sums are finite.
-
-        One that is below has a decay of 0, and so a gradient of 0.
-        """
-        if g is not None:
-            least = least_log_decay(jnp.promote_types(g.dtype, jnp.float32))
-            g = jnp.where(g < least, jnp.asarray(least, g.dtype), g)
-        return cls(q, k, v, g, beta)
+        """The tokens, with logarithms of decays whose sums are finite."""
+        return cls(q, k, v, clipped_decays(g), beta)
 
     @property
     def out(self) -> Any:
@@ -147,6 +141,17 @@ class Tokens(NamedTuple):
                 moved = jnp.moveaxis(x.astype(acc), 1, 3)
                 weights.append(moved if moved.ndim == v.ndim else moved[..., None])
         return *queries_and_keys(options, q, k), v, *weights
+
+
+def clipped_decays(g: Any) -> Any:
+    """The logarithms of decays, or ``None``, such that their sums are finite.
+
+    One that is below has a decay of 0, and so a gradient of 0.
+    """
+    if g is None:
+        return None
+    least = least_log_decay(jnp.promote_types(g.dtype, jnp.float32))
+    return jnp.where(g < least, jnp.asarray(least, g.dtype), g)
 
 
 def queries_and_keys(options: DeltaRuleOptions, q: jax.Array, k: jax.Array) -> tuple[Any, Any]:

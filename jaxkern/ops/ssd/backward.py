@@ -66,7 +66,7 @@ from jaxkern.mosaic.wgmma import (
     to_fp32,
     with_accumulators,
 )
-from jaxkern.ops.chunks import unless_finite
+from jaxkern.ops.chunks import cut_decays, unless_finite, where_segments_begin
 from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.forward import launch_carry, launch_fwd, part_starts
 from jaxkern.ops.ssd.inputs import (
@@ -77,13 +77,11 @@ from jaxkern.ops.ssd.inputs import (
     KernelInputs,
     added,
     chunk_sum_grads,
-    cut_decays,
     joined,
     of_range,
     plain_step_grads,
     state_ranges,
     sum_of,
-    where_segments_begin,
 )
 from jaxkern.ops.ssd.reference import SsdOptions, reference_bwd
 from jaxkern.ops.ssd.tiles import (
@@ -583,7 +581,8 @@ def launch_bwd(
         grads = *grads[:2], da, *grads[3:]
         if options.isolate_nan:
             plain = functools.partial(reference_bwd, options)
-            grads = unless_finite([ds, da, dinitial], grads, plain, (*args, rank, None, *rest))
+            given = *args, rank, None, *rest
+            grads = unless_finite([ds, da, dinitial], grads, plain, given, whole=5)
     dx, ds, da, dB, dC, *others = grads
     return dx, ds, da, dB.astype(jnp.float32), dC.astype(jnp.float32), *others
 
@@ -628,7 +627,7 @@ def _launch_range(
     """The gradients of all arguments except z, for the states of one launch."""
     arrays = KernelInputs(x, dt, a, B, C, D, None, initial_state)
     dy = arrays.tokens(dy)
-    scan = arrays.scan(CHUNK).cut(1 if by_mma() else SAVING_WARPGROUPS)
+    scan = arrays.scan(CHUNK).cut(SAVING_WARPGROUPS)
     before = _states(options, arrays, scan, arrays.whole_states(states))
     ends = part_starts(scan, True, dy, arrays.C, arrays.steps, arrays.whole_states(dfinal))
     if by_mma():

@@ -48,13 +48,12 @@ from jaxkern.mosaic.wgmma import (
     to_fp32,
     with_accumulators,
 )
-from jaxkern.ops.chunks import unless_finite
+from jaxkern.ops.chunks import cut_decays, unless_finite
 from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.ssd import mma
 from jaxkern.ops.ssd.inputs import (
     KernelInputs,
     added,
-    cut_decays,
     joined,
     of_range,
     state_ranges,
@@ -157,7 +156,7 @@ def part_starts(
     """
     if scan.parts == 1:
         return None if initial is None else initial[:, None]
-    finer, subparts = scan.without_last(reverse).finer(1 if by_mma() else CARRY_WARPGROUPS[0])
+    finer, subparts = scan.without_last(reverse).finer(CARRY_WARPGROUPS[0])
     _, ends = launch_carry(finer, reverse, tokens, weights, steps, None)
     decay = _part_decays(finer, steps)[..., None, None]
     state = jnp.zeros_like(ends[:, 0]) if initial is None else initial.astype(jnp.float32)
@@ -216,7 +215,7 @@ def _of_device(
     for n in state_ranges(weights.shape[-1]):
         own = of_range(weights, n)
         arrays = KernelInputs(tokens, dt, cut, own, own, None, None, None)
-        scan = arrays.scan(None).cut(*((1,) if by_mma() else CARRY_WARPGROUPS))
+        scan = arrays.scan(None).cut(*CARRY_WARPGROUPS)
         _, ends = launch_carry(scan, reverse, arrays.x, arrays.B, arrays.steps, None)
         found.append(arrays.cut_states(ends))
     ends = jnp.moveaxis(joined(found), 1, 0)  # (parts, B, G, R, P, N)
@@ -378,7 +377,7 @@ def launch_fwd(
     if not options.isolate_nan:
         return results
     plain = functools.partial(reference_fwd, options)
-    return unless_finite([final], results, plain, (*args, rank, None))
+    return unless_finite([final], results, plain, (*args, rank, None), whole=5)
 
 
 def _launch(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> tuple[Any, Any]:
@@ -406,7 +405,7 @@ def _launch_range(options: SsdOptions, x, dt, a, B, C, D, z, initial_state) -> t
     """Launches the forward for the states of one launch."""
     every = options.checkpoint_every if options.save else None
     arrays = KernelInputs(x, dt, a, B, C, D, z, initial_state)
-    scan = arrays.scan(every).cut(1 if by_mma() else FORWARD_WARPGROUPS)
+    scan = arrays.scan(every).cut(FORWARD_WARPGROUPS)
     scan = scan if z is None else scan.with_gate()
     ins = {
         "x": arrays.x,

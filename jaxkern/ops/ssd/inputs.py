@@ -25,8 +25,7 @@ from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sync_warpgroup
 from jaxkern.mosaic.launch import LANES, launch_named
 from jaxkern.mosaic.wgmma import WARPS, start_fetch
-from jaxkern.ops import segments
-from jaxkern.ops.chunks import least_log_decay
+from jaxkern.ops.chunks import chunk_sums_of, padded
 from jaxkern.ops.ssd.tiles import (
     BLOCK,
     BOX,
@@ -65,10 +64,7 @@ def chunk_sums(a: jax.Array, dt: jax.Array) -> jax.Array:
     batch, length, heads = a.shape
     chunks = -(-length // CHUNK)
     if by_mma():
-        steps = jnp.stack([a * LOG2E, dt], axis=-1)
-        steps = _pad(steps, 1, chunks * CHUNK).reshape(batch, chunks, CHUNK, heads, 2)
-        steps = steps.transpose(0, 3, 1, 4, 2)
-        return steps.at[..., 0, :].set(jnp.cumsum(steps[..., 0, :], axis=-1))
+        return chunk_sums_of(a, dt, CHUNK)
     lanes = _Lanes.of(heads)
     return _launch(
         "ssd_steps",
@@ -291,15 +287,6 @@ def _sum_chunk_grads(lanes: _Lanes, refs: Any, smem: Any) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _pad(v: Any, axis: int, size: int) -> Any:
-    """`v`, or ``None``, with zeros up to `size` along an axis."""
-    if v is None or v.shape[axis] >= size:
-        return v
-    widths = [(0, 0)] * v.ndim
-    widths[axis] = (0, size - v.shape[axis])
-    return jnp.pad(v, widths)
-
-
 class KernelInputs:
     """A call's arrays as the kernels take them: heads in one axis, others in whole blocks.
 
@@ -314,12 +301,12 @@ class KernelInputs:
         self.padded_channels = -(-self.channels // SLICE) * SLICE
         self.chunks = -(-self.length // CHUNK)
         self.x, self.z = self.tokens(x), self.tokens(z)
-        self.B, self.C = (self._pad_length(_pad(v, 3, self.padded_states)) for v in (B, C))
+        self.B, self.C = (self._pad_length(padded(v, 3, self.padded_states)) for v in (B, C))
         self.D = None
         if D is not None:
             D = D.astype(jnp.float32)
             D = D.reshape(self.heads, *D.shape[2:])
-            self.D = _pad(D, 1, self.padded_channels) if D.ndim == 2 else D
+            self.D = padded(D, 1, self.padded_channels) if D.ndim == 2 else D
         self.initial = self.whole_states(initial)
         # (B, H, chunks, 2, CHUNK): sums of log-decays, and dt.
         self.steps = chunk_sums(*(self._by_token(v) for v in (a, dt)))[:, : self.heads]
@@ -331,22 +318,22 @@ class KernelInputs:
         Lanes copy whole chunks.
         """
         if by_mma():
-            return _pad(v, 1, self.chunks * CHUNK)
-        return _pad(
+            return padded(v, 1, self.chunks * CHUNK)
+        return padded(
             v, 1, CHUNK if self.length <= STEP else -(-self.length // TILE_ROWS) * TILE_ROWS
         )
 
     def _by_token(self, v: Any) -> Any:
         """(B, L, H), fp32, of (B, L, G, R), H in whole blocks."""
         v = v.astype(jnp.float32).reshape(self.batch, self.length, self.heads)
-        return _pad(_pad(v, 1, CHUNK), 2, -(-self.heads // HEADS) * HEADS)
+        return padded(padded(v, 1, CHUNK), 2, -(-self.heads // HEADS) * HEADS)
 
     def tokens(self, v: Any) -> Any:
         """(B, L, H, P) of (B, L, G, R, P), P in whole units."""
         if v is None:
             return None
         v = v.reshape(*v.shape[:2], self.heads, self.channels)
-        return self._pad_length(_pad(v, 3, self.padded_channels))
+        return self._pad_length(padded(v, 3, self.padded_channels))
 
     def cut_tokens(self, v: Any) -> Any:
         """Undoes `tokens`."""
@@ -366,8 +353,8 @@ class KernelInputs:
         if v is None:
             return None
         v = v.reshape(*v.shape[:-4], self.heads, *v.shape[-2:])
-        v = _pad(v, v.ndim - 2, self.padded_channels)
-        return _pad(v, v.ndim - 1, self.padded_states)
+        v = padded(v, v.ndim - 2, self.padded_channels)
+        return padded(v, v.ndim - 1, self.padded_states)
 
     def cut_states(self, v: Any) -> Any:
         """Undoes `whole_states`."""
@@ -416,13 +403,3 @@ def added(of_ranges: Iterable[Any]) -> Any:
 def joined(of_ranges: Iterable[Any]) -> Any:
     """Joins the states of all ranges."""
     return jnp.concatenate([*of_ranges], axis=-1)
-
-
-def where_segments_begin(rank: jax.Array, value: float, a: jax.Array) -> jax.Array:
-    """`a`, (B, L, G, R), with `value` at the first token of each segment but the row's first."""
-    return jnp.where(segments.begins(rank)[..., None, None], jnp.asarray(value, a.dtype), a)
-
-
-def cut_decays(a: jax.Array, rank: jax.Array) -> jax.Array:
-    """`a`, with decays of 0 between segments: to the kernels all tokens are of one segment."""
-    return where_segments_begin(rank, least_log_decay(a.dtype), a)

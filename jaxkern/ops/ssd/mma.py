@@ -224,7 +224,6 @@ def launch_carry(
     scan: SsdTile, reverse: bool, tokens: Any, weights: Any, steps: Any, starts: Any
 ) -> tuple[Any, Any]:
     """As :func:`jaxkern.ops.ssd.forward.launch_carry`; states of all chunks are saved or none."""
-    scan = dataclasses.replace(scan, warpgroups=1)
     ring = _ring(scan.grid, 0, tokens.dtype, tokens=(STEP, SLICE), weights=(STEP, scan.states))
     state = scan.heads, scan.channels, scan.states
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)

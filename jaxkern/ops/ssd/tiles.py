@@ -122,9 +122,10 @@ class SsdTile:
     def cut(self, *warpgroups: int) -> "SsdTile":
         """Cut so that it fills the GPU, with the first of these numbers of warpgroups that does.
 
-        Where none does without cutting the sequence, the first is taken.
+        Where none does without cutting the sequence, the first is taken. Without wgmma a block has
+        one warpgroup.
         """
-        sms = num_sms()
+        sms, warpgroups = num_sms(), (1,) if by_mma() else warpgroups
         for count in warpgroups:
             whole = dataclasses.replace(self, warpgroups=count, part_chunks=self.chunks)
             if whole.grid >= FULL * sms:
@@ -146,6 +147,7 @@ class SsdTile:
 
         Also returns the number of subparts of a part.
         """
+        warpgroups = 1 if by_mma() else warpgroups
         whole = dataclasses.replace(self, warpgroups=warpgroups, every=0)
         subparts = max(1, min(num_sms() // whole.grid, self.part_chunks))
         while self.part_chunks % subparts:
