@@ -30,7 +30,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import LANES, num_sms, shared_memory
+from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir, ptx
 from jaxkern.mosaic.ring import close_copies, start_copy
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
@@ -41,7 +41,32 @@ UNITS = 8
 """Units of a row, which are permuted."""
 WIDTH = UNIT * UNITS
 """Columns that lie side by side."""
-PTX_TYPES = {jnp.dtype(jnp.bfloat16): "bf16", jnp.dtype(jnp.float16): "f16"}
+
+
+def launch_tiles(
+    kernel: Callable[[Any, Any], None],
+    name: str,
+    ins: dict[str, Any],
+    outs: dict[str, Any],
+    scratch: dict[str, Any],
+    axes: tuple[Any, Any],
+    grid: int,
+) -> dict[str, Any]:
+    """Launches `grid` blocks of one warpgroup; `axes` name a block and a warpgroup of it."""
+    block, warpgroup = axes
+    return launch_named(
+        kernel,
+        ins,
+        outs,
+        scratch,
+        grid=(grid,),
+        grid_names=(block,),
+        num_threads=1,
+        thread_name=warpgroup,
+        kernel_name=name,
+        approx_math=True,
+        sums_across_warps=False,
+    )
 
 
 def tile(rows: int, columns: int, dtype: Any, stages: int | None = None) -> Any:
@@ -382,7 +407,8 @@ def multiply(
         )
         dot = lambda a: jnp.dot(a, values, precision=lax.Precision.HIGHEST)
         return [acc + dot(a) for acc, a in zip(accs, narrow, strict=True)]
-    count, name = len(accs), PTX_TYPES[jnp.dtype(right.dtype)]
+    assert right.dtype == jnp.bfloat16, right.dtype
+    count = len(accs)
     layouts: Any = [REF, *[TILE] * count]
     layouts += [TILE if own else REF for own in in_registers]
     by_wgmma = _by_wgmma()
@@ -390,7 +416,7 @@ def multiply(
     @inline_mlir(*layouts, returns=tuple(tile_type(a.shape, a.dtype) for a in accs))
     def run(right: Any, *args: Any) -> Any:
         if by_wgmma:
-            return _wgmma(name, right, args[:count], args[count:], inner, n, transposed, first)
+            return _wgmma(right, args[:count], args[count:], inner, n, transposed, first)
         sums = [_accumulator(v) for v in args[:count]]
         tile = _Tile(right)
         lefts = [_Left(v, _dtype(right)) for v in args[count:]]
@@ -406,7 +432,7 @@ def multiply(
                 for acc, a in zip(sums, operands, strict=True):
                     for half in range(2):
                         part = acc[2 * m + half]
-                        acc[2 * m + half] = _mma(name, part, a, b[2 * half :][:2])
+                        acc[2 * m + half] = _mma(part, a, b[2 * half :][:2])
         return tuple(
             _fragmented(acc, v.registers.shape) for acc, v in zip(sums, args[:count], strict=True)
         )
@@ -490,7 +516,7 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
 
 
 def _wgmma(
-    name: str, right: Any, accs: Any, lefts: Any, inner: int, n: int, transposed: bool, first: int
+    right: Any, accs: Any, lefts: Any, inner: int, n: int, transposed: bool, first: int
 ) -> tuple[Any, ...]:
     """The products of :func:`multiply`, started together, and waited for."""
     dtype = _dtype(right)
@@ -512,7 +538,7 @@ def _wgmma(
                 a = [left.across(k)]
             else:
                 a = [_bits(v) for v in left.registers.flat[4 * k : 4 * k + 4]]
-            sums[m] = _wgmma_m64(name, n, sums[m], a, b, not transposed)
+            sums[m] = _wgmma_m64(n, sums[m], a, b, not transposed)
     nvvm.wgmma_commit_group_sync_aligned()
     nvvm.wgmma_wait_group_sync_aligned(0)
     quads = lambda values: [values[k : k + 4] for k in range(0, len(values), 4)]
@@ -521,9 +547,7 @@ def _wgmma(
     return tuple(found) if isinstance(found, (list, tuple)) else (found,)
 
 
-def _wgmma_m64(
-    name: str, n: int, acc: list[Any], a: list[Any], b: Any, by_columns: bool
-) -> list[Any]:
+def _wgmma_m64(n: int, acc: list[Any], a: list[Any], b: Any, by_columns: bool) -> list[Any]:
     """64 × n sums, with 16 products added to each; `a` is four registers or a descriptor."""
     f32, count = ir.F32Type.get(), len(acc)
     numbers = iter(range(2 * count + len(a) + 1))
@@ -534,7 +558,7 @@ def _wgmma_m64(
     struct = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * count),
         [*acc, *a, b],
-        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} "
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 "
         f"{sums}, {left}, ${next(numbers)}, 1, 1, 1, {flags};",
         ",".join(
             ["=f"] * count
@@ -588,13 +612,13 @@ def _rounded(v: Any, dtype: Any) -> Any:
     return mgpu.FragmentedArray(_registers=registers, _layout=v.layout, _is_signed=None)
 
 
-def _mma(name: str, acc: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
+def _mma(acc: list[Any], a: list[Any], b: list[Any]) -> list[Any]:
     """16 × 8 sums of a warp, four of a lane, with 16 products added to each."""
     f32 = ir.F32Type.get()
     struct = llvm.inline_asm(
         llvm.StructType.get_literal([f32] * 4),
         [*a, *b, *acc],
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
         "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
     )

@@ -44,12 +44,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
+from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.mosaic.mma import (
     TileRing,
     accumulator,
     copy_to_tile,
     invert_unit_lower,
+    launch_tiles,
     load_left,
     load_transposed,
     multiply,
@@ -117,19 +118,8 @@ def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str
 
 
 def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
-    return launch_named(
-        kernel,
-        ins,
-        outs,
-        scratch,
-        grid=(grid,),
-        grid_names=(BLOCK,),
-        num_threads=1,
-        thread_name=WARPGROUP,
-        kernel_name=f"gated_delta_rule_{name}",
-        approx_math=True,
-        sums_across_warps=False,
-    )
+    name = f"gated_delta_rule_{name}"
+    return launch_tiles(kernel, name, ins, outs, scratch, (BLOCK, WARPGROUP), grid)
 
 
 def _up(size: int, multiple: int) -> int:

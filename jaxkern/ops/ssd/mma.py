@@ -37,10 +37,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import sigmoid
-from jaxkern.mosaic.launch import LANES, launch_named
+from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
     TileRing,
     accumulator,
+    launch_tiles,
     load_left,
     multiply,
     rows_of,
@@ -95,19 +96,7 @@ def _ring(grid: int, other: int, dtype: Any, **tiles: tuple[int, ...]) -> TileRi
 
 
 def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
-    return launch_named(
-        kernel,
-        ins,
-        outs,
-        scratch,
-        grid=(grid,),
-        grid_names=(BLOCK,),
-        num_threads=1,
-        thread_name=WARPGROUP,
-        kernel_name=name,
-        approx_math=True,
-        sums_across_warps=False,
-    )
+    return launch_tiles(kernel, name, ins, outs, scratch, (BLOCK, WARPGROUP), grid)
 
 
 def launch_fwd(scan: SsdTile, ins: dict[str, Any], outs: dict[str, Any]) -> dict[str, Any]:
