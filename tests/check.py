@@ -490,7 +490,7 @@ def _grad_grad(c: _Cell) -> None:
 def _jvp(c: _Cell) -> None:
     """Forward mode, and forward over reverse."""
     tangents = tuple(
-        jax.random.normal(jax.random.key(i), a.shape)
+        jax.random.normal(jax.random.key(i), a.shape, a.dtype)
         if i in c.argnums
         else np.zeros(a.shape, jax.dtypes.float0)
         for i, a in enumerate(c.arrays)
@@ -511,7 +511,9 @@ def _checkpoint(c: _Cell) -> None:
         assert c.kernel_counts(text) == (1 + again, 1), "in the backward the forward kernel runs"
         if c.cotangent.shape == c.arrays[0].shape:
             drop = jax.checkpoint_policies.save_only_these_names("another")
-            second = lambda f: lambda *a: jax.checkpoint(f, policy=drop)(jnp.sin(f(*a)), *a[1:])
+            second = lambda f: (
+                lambda *a: jax.checkpoint(f, policy=drop)(jnp.sin(f(*a)).astype(a[0].dtype), *a[1:])
+            )
             text = c.lowered_for_cuda(lambda f: c.grad(second(f)), *c.arrays)
             assert c.kernel_counts(text) == (2 + again, 2)
         keep = jax.checkpoint_policies.save_only_these_names(c.op.name.partition(",")[0])
@@ -525,7 +527,7 @@ def _scan(c: _Cell) -> None:
 
     def repeated(f: Callable[..., Any]) -> Callable[..., Any]:
         def run(first: Any, *rest: Any) -> Any:
-            step = lambda x, _: (jnp.sin(f(x, *rest)), None)
+            step = lambda x, _: (jnp.sin(f(x, *rest)).astype(x.dtype), None)
             return jax.lax.scan(step, first, length=3)[0]
 
         return run
