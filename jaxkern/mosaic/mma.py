@@ -51,8 +51,9 @@ def launch_tiles(
     scratch: dict[str, Any],
     axes: tuple[Any, Any],
     grid: int,
+    warpgroups: int = 1,
 ) -> dict[str, Any]:
-    """Launches `grid` blocks of one warpgroup; `axes` name a block and a warpgroup of it."""
+    """Launches `grid` blocks; `axes` name a block and a warpgroup of it."""
     block, warpgroup = axes
     return launch_named(
         kernel,
@@ -61,7 +62,7 @@ def launch_tiles(
         scratch,
         grid=(grid,),
         grid_names=(block,),
-        num_threads=1,
+        num_threads=warpgroups,
         thread_name=warpgroup,
         kernel_name=name,
         approx_math=True,
@@ -125,35 +126,50 @@ def tile_type(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=TILE)
 
 
-BLOCKS = 2
-"""Blocks of a multiprocessor, for whose registers kernels are made: of 255 a lane."""
+WARPGROUPS = 2
+"""Warpgroups of a multiprocessor, for whose registers kernels are made: of 255 a lane."""
 STAGES = 3
 """The most stages of a ring."""
 RESERVED = 1024
 """Bytes of shared memory that each block takes beside its own, and a multiprocessor has more of."""
 
+type Tiles = dict[str, tuple[tuple[int, ...], Any]]
+"""The shape and dtype of each array's stage: tiles of 16-bit elements, and rows of fp32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TileRing:
-    """Stages of shared memory that the lanes of a block fill ahead.
+    """Stages of shared memory that the lanes of a warpgroup fill ahead.
 
     Attributes:
-      tiles: shape and dtype of each array's stage: tiles of 16-bit elements, and rows of fp32.
-      stages: as many as fit where a multiprocessor has `BLOCKS` blocks, or one if there are no
-        more blocks than multiprocessors.
+      tiles: of a stage.
+      stages: of the ring.
+      prefix: of the names in shared memory.
     """
 
-    tiles: dict[str, tuple[tuple[int, ...], Any]]
+    tiles: Tiles
     stages: int
+    prefix: str = ""
 
     @classmethod
-    def of(cls, other: int, tiles: dict[str, tuple[tuple[int, ...], Any]], grid: int) -> "TileRing":
-        """A ring beside `other` bytes of shared memory, of `grid` blocks."""
-        sizes = (np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in tiles.values())
-        size, blocks = int(sum(sizes)), BLOCKS if grid > num_sms() else 1
+    def of(cls, other: int, grid: int, *tiles: Tiles) -> "tuple[TileRing, ...]":
+        """A ring for each warpgroup of a block, with as many stages as fit.
+
+        A multiprocessor has several blocks if there are more of them than multiprocessors, and if
+        there are registers.
+
+        Args:
+          other: bytes of shared memory that the block uses beside them.
+          grid: blocks.
+          *tiles: of each warpgroup.
+        """
+        of_all = [of for warpgroup in tiles for of in warpgroup.values()]
+        size = int(sum(np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in of_all))
+        blocks = WARPGROUPS // len(tiles) if grid > num_sms() else 1
         # A byte more is Mosaic's own, and sizes are rounded up.
         room = (shared_memory() + RESERVED) // blocks - RESERVED - 256 - other
-        return cls(tiles, max(1, min(STAGES, room // size)))
+        stages = max(1, min(STAGES, room // size))
+        return tuple(cls(of, stages, f"{n}_" if n else "") for n, of in enumerate(tiles))
 
     def scratch(self) -> dict[str, Any]:
         def memory(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -161,15 +177,17 @@ class TileRing:
                 return tile(shape[0], shape[1], dtype, stages=self.stages)
             return plgpu.SMEM((self.stages, *shape), dtype)
 
-        return {name: memory(*of) for name, of in self.tiles.items()}
+        return {self.prefix + name: memory(*of) for name, of in self.tiles.items()}
 
     def loop(
         self,
         smem: Any,
         count: Any,
         sources: Callable[[Any], dict[str, Any]],
-        step: Callable[[Any, dict[str, Any], Any], Any],
+        step: Callable[..., Any],
         carry: Any,
+        *,
+        early: bool = True,
     ) -> Any:
         """Runs ``carry = step(n, stage, carry)`` for n below `count`; `stage` has the tiles.
 
@@ -179,7 +197,10 @@ class TileRing:
           sources: the parts of arrays in global memory for step n.
           step: reads and may write its stage.
           carry: to begin with.
+          early: whether a step begins with the start of the copies for a later one. If not, `step`
+            takes a function that does this as its last argument, to call it while products run.
         """
+        memory = lambda name: getattr(smem, self.prefix + name)
 
         def fetch(n: Any) -> None:
             slot = lax.rem(n, self.stages)
@@ -187,24 +208,64 @@ class TileRing:
             @pl.when(n < count)
             def _() -> None:
                 for name, source in sources(n).items():
-                    copy_to_tile(source, getattr(smem, name).at[slot])
+                    copy_to_tile(source, memory(name).at[slot])
 
             close_copies(True)
 
         def run(n: Any, carry: Any) -> Any:
+            ahead = lambda: fetch(n + self.stages - 1)
             if self.stages == 1:
                 sync_warpgroup()  # all warps are done with the stage
-                fetch(n)
+                ahead()
                 wait_for_tiles()
+                ahead = lambda: None
             else:
                 wait_for_tiles(self.stages - 2)  # and for all warps to be done with the next stage
-                fetch(n + self.stages - 1)
             slot = lax.rem(n, self.stages)
-            return step(n, {name: getattr(smem, name).at[slot] for name in self.tiles}, carry)
+            stage = {name: memory(name).at[slot] for name in self.tiles}
+            if not early:
+                return step(n, stage, carry, ahead)
+            ahead()
+            return step(n, stage, carry)
 
         for n in range(self.stages - 1):
             fetch(n)
         return lax.fori_loop(0, count, run, carry)
+
+
+_FIRST_BARRIER = 8
+"""The first of the barriers of a block that :class:`Handoffs` are; Mosaic takes lower ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Handoffs:
+    """Barriers by which one warpgroup of two lets the other go on: as often as this one waits.
+
+    What the first stored to shared memory is then there for the other, and what it read may be
+    written.
+    """
+
+    names: tuple[str, ...]
+
+    def scratch(self) -> dict[str, Any]:
+        count = len(self.names)
+        return {"handoffs": plgpu.Barrier(num_barriers=count)} if interpreted() else {}
+
+    def give(self, smem: Any, name: str) -> None:
+        """Lets the other warpgroup go on."""
+        if interpreted():
+            plgpu.barrier_arrive(smem.handoffs.at[self.names.index(name)])
+            return
+        if _by_wgmma():
+            ptx("fence.proxy.async.shared::cta;")
+        ptx(f"bar.arrive {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+
+    def take(self, smem: Any, name: str) -> None:
+        """Waits for the other warpgroup."""
+        if interpreted():
+            plgpu.barrier_wait(smem.handoffs.at[self.names.index(name)])
+            return
+        ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
 
 
 def copy_to_tile(source: Any, into: Any) -> None:
@@ -378,6 +439,14 @@ def _row_and_pair(lane: Any) -> tuple[Any, Any]:
     return arith.addi(arith.muli(bits(5, 2), i32(16)), bits(2, 3)), bits(0, 2)
 
 
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products that run. Until :func:`finish` the registers here and tiles stay as they are."""
+
+    accs: list[jax.Array]
+    lefts: list[jax.Array]
+
+
 def multiply(
     accs: Sequence[jax.Array],
     lefts: Sequence[Any],
@@ -395,6 +464,18 @@ def multiply(
       right: a tile (k, n), or `transposed` (n, k), or more columns n.
       first: the column of n to begin with, a multiple of 16.
     """
+    return finish(start(accs, lefts, right, transposed=transposed, first=first))
+
+
+def start(
+    accs: Sequence[jax.Array],
+    lefts: Sequence[Any],
+    right: Any,
+    *,
+    transposed: bool = False,
+    first: int = 0,
+) -> Products:
+    """Starts what :func:`multiply` does; mma.sync has then done it."""
     n = accs[0].shape[1]
     in_registers = [isinstance(a, jax.Array) for a in lefts]
     inner = lefts[0].shape[1] if in_registers[0] else _shape(lefts[0])[1]
@@ -406,17 +487,25 @@ def multiply(
             for own, a in zip(in_registers, lefts, strict=True)
         )
         dot = lambda a: jnp.dot(a, values, precision=lax.Precision.HIGHEST)
-        return [acc + dot(a) for acc, a in zip(accs, narrow, strict=True)]
+        return Products([acc + dot(a) for acc, a in zip(accs, narrow, strict=True)], [])
     assert right.dtype == jnp.bfloat16, right.dtype
     count = len(accs)
     layouts: Any = [REF, *[TILE] * count]
     layouts += [TILE if own else REF for own in in_registers]
-    by_wgmma = _by_wgmma()
+    types = [tile_type(a.shape, a.dtype) for a in accs]
+    if _by_wgmma():
+        held = [a for a, own in zip(lefts, in_registers, strict=True) if own]
+        types += [tile_type(a.shape, right.dtype) for a in held]
 
-    @inline_mlir(*layouts, returns=tuple(tile_type(a.shape, a.dtype) for a in accs))
-    def run(right: Any, *args: Any) -> Any:
-        if by_wgmma:
+        @inline_mlir(*layouts, returns=tuple(types))
+        def begin(right: Any, *args: Any) -> Any:
             return _wgmma(right, args[:count], args[count:], inner, n, transposed, first)
+
+        running = list(begin(right, *accs, *lefts))
+        return Products(running[:count], running[count:])
+
+    @inline_mlir(*layouts, returns=tuple(types))
+    def run(right: Any, *args: Any) -> Any:
         sums = [_accumulator(v) for v in args[:count]]
         tile = _Tile(right)
         lefts = [_Left(v, _dtype(right)) for v in args[count:]]
@@ -437,7 +526,27 @@ def multiply(
             _fragmented(acc, v.registers.shape) for acc, v in zip(sums, args[:count], strict=True)
         )
 
-    return list(run(right, *accs, *lefts))
+    return Products(list(run(right, *accs, *lefts)), [])
+
+
+def finish(products: Products, later: int = 0) -> list[jax.Array]:
+    """Waits for products, and for all before them; `later` were started after them."""
+    if interpreted() or not _by_wgmma():
+        return products.accs
+    held = [*products.accs, *products.lefts]
+
+    @inline_mlir(*[TILE] * len(held), returns=tuple(tile_type(v.shape, v.dtype) for v in held))
+    def wait(*held: Any) -> Any:
+        nvvm.wgmma_wait_group_sync_aligned(later)
+        return _barrier(*held)
+
+    return list(wait(*held))[: len(products.accs)]
+
+
+def _barrier(*arrays: Any) -> tuple[Any, ...]:
+    """The arrays, which the compiler has in registers here."""
+    held = fa.optimization_barrier(*arrays)
+    return tuple(held) if isinstance(held, (list, tuple)) else (held,)
 
 
 class _Left:
@@ -467,19 +576,29 @@ class _Left:
         return [_bits(_narrowed(v, self._dtype)) for v in pairs]
 
 
+HALF = 32
+"""Rows of a block on the diagonal whose inverse is found by substitution: the lanes of a warp."""
+PADDED = 2 * HALF + 4
+"""Elements of a row in fp32 of which lanes of a warp read parts of 8 rows without conflicts."""
+
+
 def invert_unit_lower(lower: Any, into: Any) -> None:
     """Stores the inverses of two matrices that are `lower` below a diagonal of ones.
 
-    By substitution in fp32. A lane has a column of one of them, all of it in registers.
+    The blocks of `HALF` rows on the diagonal are inverted by substitution in fp32: a warp has one
+    of them, and a lane a column, all of it in registers. With X and Y their inverses, and A the
+    block below X, that one of the inverse is −Y A X. For this fp32 is multiplied as the sum of two
+    bf16, less the product of the small parts: to 16 bits.
 
     Args:
-      lower: (2, 64, 64), fp32 in shared memory; what is not below the diagonal is not read.
+      lower: (2, 64, PADDED), fp32 in shared memory, of which 64 columns count. What is not below
+        the diagonal does not count; the inverses overwrite it.
       into: (2, 64, 64) in global memory, 16 bits.
     """
-    n = lower.shape[-1]
+    n = 2 * HALF
     if interpreted():
         ones = jnp.eye(n, dtype=jnp.float32)
-        tril = jnp.tril(lower[...], -1) + ones
+        tril = jnp.tril(lower[...][..., :n], -1) + ones
         inverse = jax.scipy.linalg.solve_triangular(
             tril, jnp.broadcast_to(ones, tril.shape), lower=True, unit_diagonal=True
         )
@@ -488,46 +607,168 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
 
     @inline_mlir(REF, REF)
     def invert(lower: Any, into: Any) -> None:
-        f32, lane = ir.F32Type.get(), arith.remui(mgpu_utils.thread_idx(), i32(LANES))
-        matrix, column = arith.divui(lane, i32(n)), arith.remui(lane, i32(n))
-        start = mgpu_utils.getelementptr(
-            mgpu_utils.memref_ptr(lower), [arith.muli(matrix, i32(n * n))], f32
-        )
-        offset = arith.addi(arith.muli(matrix, i32(n * n)), column)
-        to = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(into), [offset], _dtype(into))
-        quad, contract = ir.VectorType.get((4,), f32), arith.FastMathFlags.contract
-        zero, one = arith.constant(f32, 0.0), arith.constant(f32, 1.0)
-        found = []
-        for i in range(n):
-            own = arith.cmpi(arith.CmpIPredicate.eq, column, i32(i))
-            sums = [arith.select(own, one, zero), zero, zero, zero]
-            for m in range(0, i, 4):
-                at = mgpu_utils.getelementptr(start, [i * n + m], f32)
-                row = llvm.load(quad, at, alignment=VECTOR_BYTES)
-                for k in range(min(4, i - m)):
-                    product = arith.mulf(element(row, k), found[m + k], fastmath=contract)
-                    sums[k] = arith.subf(sums[k], product, fastmath=contract)
-            add = lambda a, b: arith.addf(a, b, fastmath=contract)
-            found.append(add(add(sums[0], sums[1]), add(sums[2], sums[3])))
-            address = mgpu_utils.getelementptr(to, [i * n], _dtype(into))
-            llvm.store(arith.truncf(_dtype(into), found[-1]), address, alignment=2)
+        _invert_halves(lower)
+        mgpu_utils.warpgroup_barrier()
+        found = _lower_left(lower)
+        mgpu_utils.warpgroup_barrier()  # all warps have read the blocks
+        _store_lower_left(lower, found)
+        mgpu_utils.warpgroup_barrier()
+        _write_lower(lower, into)
 
     invert(lower, into)
+
+
+def _warp_of(thread: Any) -> tuple[Any, Any, Any]:
+    """A matrix of two, a half of it, and the number in the warp that has these."""
+    bit = lambda n: arith.andi(arith.shrui(thread, i32(n)), i32(1))
+    return bit(6), bit(5), arith.andi(thread, i32(HALF - 1))
+
+
+def _in_fp32(ref: Any, *index: Any) -> Any:
+    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), list(index), ir.F32Type.get())
+
+
+def _invert_halves(lower: Any) -> None:
+    f32 = ir.F32Type.get()
+    matrix, half, column = _warp_of(mgpu_utils.thread_idx())
+    start = arith.addi(
+        arith.muli(matrix, i32(2 * HALF * PADDED)), arith.muli(half, i32(HALF * (PADDED + 1)))
+    )
+    row_of, own_of = _in_fp32(lower, start), _in_fp32(lower, arith.addi(start, column))
+    quad, contract = ir.VectorType.get((4,), f32), arith.FastMathFlags.contract
+    zero, one = arith.constant(f32, 0.0), arith.constant(f32, 1.0)
+    add = lambda a, b: arith.addf(a, b, fastmath=contract)
+    found = []
+    for i in range(HALF):
+        own = arith.cmpi(arith.CmpIPredicate.eq, column, i32(i))
+        sums = [arith.select(own, one, zero), zero, zero, zero]
+        for m in range(0, i, 4):
+            address = mgpu_utils.getelementptr(row_of, [i * PADDED + m], f32)
+            row = llvm.load(quad, address, alignment=VECTOR_BYTES)
+            for k in range(min(4, i - m)):
+                product = arith.mulf(element(row, k), found[m + k], fastmath=contract)
+                sums[k] = arith.subf(sums[k], product, fastmath=contract)
+        found.append(add(add(sums[0], sums[1]), add(sums[2], sums[3])))
+    mgpu_utils.warp_barrier()
+    for i, value in enumerate(found):
+        llvm.store(value, mgpu_utils.getelementptr(own_of, [i * PADDED], f32), alignment=4)
+
+
+def _lower_left(lower: Any) -> list[list[Any]]:
+    """A lane's part of −Y A X, of which a warp has 16 rows: four values in each 8 columns."""
+    f32 = ir.F32Type.get()
+    matrix, part, lane = _warp_of(mgpu_utils.thread_idx())
+    row, pair = arith.shrui(lane, i32(2)), arith.muli(arith.andi(lane, i32(3)), i32(2))
+    start = arith.muli(matrix, i32(2 * HALF * PADDED))
+    two = ir.VectorType.get((2,), f32)
+
+    def halves(a: Any, b: Any) -> tuple[Any, Any]:
+        """Two numbers as the sum of pairs in 16 bits."""
+        kind = ir.VectorType.get((2,), ir.BF16Type.get())
+        values = vector.from_elements(two, [a, b])
+        high = arith.truncf(kind, values)
+        # A bf16 is the upper half of its fp32, which arith.extf does not say on all GPUs.
+        bits = _bits(high)
+        wide = [
+            arith.bitcast(f32, v)
+            for v in (arith.shli(bits, i32(16)), arith.andi(bits, i32(-(1 << 16))))
+        ]
+        low = arith.truncf(kind, arith.subf(values, vector.from_elements(two, wide)))
+        return bits, _bits(low)
+
+    def left(first_row: int, column: int) -> list[Any]:
+        own = arith.addi(arith.muli(part, i32(16)), row)
+        own = arith.addi(start, arith.addi(arith.muli(own, i32(PADDED)), pair))
+        found = []
+        for k, m in ((0, 0), (0, 8), (8, 0), (8, 8)):
+            address = _in_fp32(lower, own)
+            offset = (first_row + m) * PADDED + column + k
+            address = mgpu_utils.getelementptr(address, [offset], f32)
+            value = llvm.load(two, address, alignment=8)
+            found.append(halves(*elements(value)))
+        return found
+
+    def right(first_row: int, column: int) -> list[Any]:
+        own = arith.addi(start, arith.addi(arith.muli(pair, i32(PADDED)), row))
+        address, found = _in_fp32(lower, own), []
+        for k in (0, 8):
+            offsets = ((first_row + k + m) * PADDED + column for m in range(2))
+            values = [
+                llvm.load(f32, mgpu_utils.getelementptr(address, [at], f32), alignment=4)
+                for at in offsets
+            ]
+            found.append(halves(*values))
+        return found
+
+    def product(lefts: list[Any], first_row: int, column: int) -> list[Any]:
+        accs = [[arith.constant(f32, 0.0)] * 4 for _ in range(HALF // 8)]
+        for k, a in enumerate(lefts):
+            for m, acc in enumerate(accs):
+                b = right(first_row + 16 * k, column + 8 * m)
+                for of_a, of_b in ((0, 0), (0, 1), (1, 0)):
+                    pick = lambda pairs, which: [v[which] for v in pairs]
+                    acc[:] = _mma(acc, pick(a, of_a), pick(b, of_b))
+        return accs
+
+    first = product([left(HALF, HALF + 16 * k) for k in range(2)], HALF, 0)
+    pairs = [halves(*map(arith.negf, acc[k : k + 2])) for acc in first for k in (0, 2)]
+    return product([pairs[:4], pairs[4:]], 0, 0)
+
+
+def _store_lower_left(lower: Any, found: list[list[Any]]) -> None:
+    matrix, part, lane = _warp_of(mgpu_utils.thread_idx())
+    row, pair = arith.shrui(lane, i32(2)), arith.muli(arith.andi(lane, i32(3)), i32(2))
+    row = arith.addi(arith.addi(arith.muli(part, i32(16)), row), i32(HALF))
+    start = arith.addi(arith.muli(matrix, i32(2 * HALF)), row)
+    address = _in_fp32(lower, arith.addi(arith.muli(start, i32(PADDED)), pair))
+    f32 = ir.F32Type.get()
+    for m, acc in enumerate(found):
+        for k in range(2):
+            to = mgpu_utils.getelementptr(address, [8 * k * PADDED + 8 * m], f32)
+            pair = vector.from_elements(ir.VectorType.get((2,), f32), acc[2 * k :][:2])
+            llvm.store(pair, to, alignment=8)
+
+
+def _write_lower(lower: Any, into: Any) -> None:
+    """Writes both matrices, and zeros right of the diagonal's upper block."""
+    f32, dtype = ir.F32Type.get(), _dtype(into)
+    lane = arith.andi(mgpu_utils.thread_idx(), i32(LANES - 1))
+    unit, row = arith.andi(lane, i32(UNITS - 1)), arith.divui(lane, i32(UNITS))
+    column = arith.muli(unit, i32(UNIT))
+    right = arith.cmpi(arith.CmpIPredicate.uge, unit, i32(UNITS // 2))
+    source = _in_fp32(lower, arith.addi(arith.muli(row, i32(PADDED)), column))
+    to = mgpu_utils.getelementptr(
+        mgpu_utils.memref_ptr(into), [arith.addi(arith.muli(row, i32(2 * HALF)), column)], dtype
+    )
+    kind, quad = ir.VectorType.get((UNIT,), dtype), ir.VectorType.get((4,), f32)
+    zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(dtype, 0)))
+    for first in range(0, 4 * HALF, LANES // UNITS):
+        parts = [
+            llvm.load(
+                quad,
+                mgpu_utils.getelementptr(source, [first * PADDED + k], f32),
+                alignment=VECTOR_BYTES,
+            )
+            for k in (0, 4)
+        ]
+        value = arith.truncf(kind, mgpu_utils.vector_concat(parts))
+        if first % (2 * HALF) < HALF:
+            value = arith.select(right, zeros, value)
+        there = mgpu_utils.getelementptr(to, [first * 2 * HALF], dtype)
+        llvm.store(value, there, alignment=VECTOR_BYTES)
 
 
 def _wgmma(
     right: Any, accs: Any, lefts: Any, inner: int, n: int, transposed: bool, first: int
 ) -> tuple[Any, ...]:
-    """The products of :func:`multiply`, started together, and waited for."""
+    """Starts the products of :func:`start`: accumulators, and left operands in registers."""
     dtype = _dtype(right)
     of_left: Any = [v if isinstance(v, mgpu.FragmentedArray) else _Operand(v) for v in lefts]
     of_right = _Operand(right)
-    held: Any = fa.optimization_barrier(
-        *accs,
-        *(_rounded(v, dtype) for v in of_left if not isinstance(v, _Operand)),
-    )
-    held = held if isinstance(held, (list, tuple)) else (held,)
-    arrays = iter(held[len(accs) :])
+    rounded = (_rounded(v, dtype) for v in of_left if not isinstance(v, _Operand))
+    held = _barrier(*accs, *rounded)
+    own = held[len(accs) :]
+    arrays = iter(own)
     of_left = [v if isinstance(v, _Operand) else next(arrays) for v in of_left]
     sums = [[v for quad in _accumulator(acc) for v in quad] for acc in held[: len(accs)]]
     nvvm.wgmma_fence_aligned()
@@ -540,11 +781,9 @@ def _wgmma(
                 a = [_bits(v) for v in left.registers.flat[4 * k : 4 * k + 4]]
             sums[m] = _wgmma_m64(n, sums[m], a, b, not transposed)
     nvvm.wgmma_commit_group_sync_aligned()
-    nvvm.wgmma_wait_group_sync_aligned(0)
     quads = lambda values: [values[k : k + 4] for k in range(0, len(values), 4)]
-    found = [_fragmented(quads(v), acc.registers.shape) for v, acc in zip(sums, accs, strict=True)]
-    found = fa.optimization_barrier(*found)
-    return tuple(found) if isinstance(found, (list, tuple)) else (found,)
+    found = (_fragmented(quads(v), acc.registers.shape) for v, acc in zip(sums, accs, strict=True))
+    return *found, *own
 
 
 def _wgmma_m64(n: int, acc: list[Any], a: list[Any], b: Any, by_columns: bool) -> list[Any]:
@@ -669,7 +908,7 @@ def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
     A lane has the same unit of every row that it has a unit of, and all those rows are the same
     modulo 8: its units are at constant distances.
     """
-    (blocks, rows, _), lane = ir.MemRefType(tile.type).shape, _lane()
+    (blocks, rows, _), lane = ir.MemRefType(tile.type).shape, arith.andi(_lane(), i32(LANES - 1))
     stride = ir.MemRefType(outside.type).get_strides_and_offset()[0][0]
     block, own, _ = ir.MemRefType(tile.type).get_strides_and_offset()[0]
     units = blocks * UNITS
@@ -686,7 +925,7 @@ def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _lane() -> Any:
-    """The number of this lane, anew: else a loop would hold the addresses of all operands."""
+    """The number of this thread, anew: else a loop would hold the addresses of all operands."""
     word = ir.IntegerType.get_signless(32)
     return mgpu_utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=word, has_side_effects=True)
 

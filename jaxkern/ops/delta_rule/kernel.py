@@ -46,14 +46,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.mosaic.mma import (
+    PADDED,
+    Handoffs,
     TileRing,
     accumulator,
     copy_to_tile,
+    finish,
     invert_unit_lower,
     launch_tiles,
     load_left,
     load_transposed,
     multiply,
+    start,
     store_matrix,
     store_tile,
     sync_tiles,
@@ -117,13 +121,19 @@ def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str
     return None
 
 
-def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
+def _launch(
+    kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int, warpgroups: int = 1
+) -> dict[str, Any]:
     name = f"gated_delta_rule_{name}"
-    return launch_tiles(kernel, name, ins, outs, scratch, (BLOCK, WARPGROUP), grid)
+    return launch_tiles(kernel, name, ins, outs, scratch, (BLOCK, WARPGROUP), grid, warpgroups)
 
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+_C, _BETA, _E, _TO_END = range(4)
+"""Rows of a chunk's steps: c · log2(e), β, E and β ∘ left."""
 
 
 class _Call:
@@ -131,7 +141,7 @@ class _Call:
 
     Attributes:
       q, k: (B, L, G, K); v: (B, L, H, V).
-      steps: (B, H, chunks, 2, CHUNK), fp32, c · log2(e) of each chunk, and beta.
+      steps: (B, H, chunks, 4, CHUNK), fp32, numbers of each token: `_C`, `_BETA`, `_E`, `_TO_END`.
     """
 
     def __init__(self, options: DeltaRuleOptions, q: Any, k: Any, v: Any, g: Any, beta: Any):
@@ -150,7 +160,9 @@ class _Call:
         beta = jnp.ones(of_tokens, jnp.float32) if beta is None else beta.astype(jnp.float32)
         by_head = (x.reshape(*v.shape[:2], self.heads) for x in (g, beta))
         g, beta = (padded(x, 1, self.tokens) for x in by_head)
-        self.steps = chunk_sums_of(g, beta, CHUNK)
+        c, beta = jnp.moveaxis(chunk_sums_of(g, beta, CHUNK), 3, 0)
+        to_end = beta * jnp.exp2(c[..., -1:] - c)
+        self.steps = jnp.stack([c, beta, jnp.exp2(c), to_end], axis=3)
 
     def of_values(self, v: Any) -> Any:
         """(B, L, H, V) of (B, L, G, R, V)."""
@@ -230,19 +242,25 @@ def _tokens(chunk: Any) -> Any:
     return pl.ds(chunk * CHUNK, CHUNK)
 
 
-def _load(steps: Any, row: int, layout: Any) -> Any:
-    return plgpu.load(steps.at[row], layout=layout)
+def _rows(steps: Any, row: int, columns: int) -> Any:
+    """(CHUNK, columns): numbers of the tokens that are the rows."""
+    return over_rows(plgpu.load(steps.at[row], layout=ROWS), columns)
+
+
+def _columns(steps: Any, row: int) -> Any:
+    """(64, CHUNK): numbers of the tokens that are the columns."""
+    return over_columns(plgpu.load(steps.at[row], layout=COLUMNS), CHUNK)
 
 
 def _decays(steps: Any, *, strict: bool = False) -> Any:
     """D, (CHUNK, CHUNK), or without its diagonal."""
-    c = over_rows(_load(steps, 0, ROWS), CHUNK) - over_columns(_load(steps, 0, COLUMNS), CHUNK)
+    c = _rows(steps, _C, CHUNK) - _columns(steps, _C)
     return jnp.exp2(causal(c, first=1 if strict else 0))
 
 
-def _of_earlier(steps: Any) -> Any:
-    """(CHUNK, CHUNK), beta of the tokens that are the columns."""
-    return over_columns(_load(steps, 1, COLUMNS), CHUNK)
+def _of_end(steps: Any) -> Any:
+    """exp(c[last])."""
+    return steps[_E, CHUNK - 1]
 
 
 def _inverses(call: _Call) -> Any:
@@ -259,14 +277,15 @@ def _inverses(call: _Call) -> Any:
         for n in range(PAIR):
             k, steps = smem.k.at[n], smem.steps.at[n]
             (A,) = multiply([accumulator(CHUNK)], [k], k, transposed=True)
-            store_matrix(smem.A.at[n], A * _decays(steps) * _of_earlier(steps))
+            A = A * _decays(steps) * _columns(steps, _BETA)
+            store_matrix(smem.A.at[n, :, pl.ds(0, CHUNK)], A)
         sync_tiles()
         invert_unit_lower(smem.A, refs.T.at[at.batch, at.head, pl.ds(first, PAIR)])
 
     scratch = {
         "k": tile(CHUNK, call.keys, _BF16, stages=PAIR),
-        "steps": plgpu.SMEM((PAIR, 2, CHUNK), _F32),
-        "A": plgpu.SMEM((PAIR, CHUNK, CHUNK), _F32),
+        "steps": plgpu.SMEM((PAIR, 4, CHUNK), _F32),
+        "A": plgpu.SMEM((PAIR, CHUNK, PADDED), _F32),
     }
     shape = call.batch, call.heads, call.chunks, CHUNK, CHUNK
     outs = {"T": jax.ShapeDtypeStruct(shape, _BF16)}
@@ -275,15 +294,20 @@ def _inverses(call: _Call) -> Any:
     return _launch(kernel, "inverse", ins, outs, scratch, grid)["T"]
 
 
-def _ring(call: _Call, other: int, grid: int, *names: str) -> TileRing:
-    tiles = dict.fromkeys(names, ((CHUNK, CHUNK), _BF16))
-    tiles |= {name: ((CHUNK, call.keys), _BF16) for name in names if name in ("q", "k")}
-    return TileRing.of(other, tiles | {"steps": ((2, CHUNK), _F32)}, grid)
+def _rings(call: _Call, other: int, grid: int, *names: str) -> tuple[TileRing, ...]:
+    """A ring for each warpgroup, of the arrays that it names."""
+
+    def tiles(names: str) -> Any:
+        keys = dict.fromkeys(("q", "k"), ((CHUNK, call.keys), _BF16))
+        keys["steps"] = (4, CHUNK), _F32
+        return {name: keys.get(name, ((CHUNK, CHUNK), _BF16)) for name in (*names.split(), "steps")}
+
+    return TileRing.of(other, grid, *map(tiles, names))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scan:
-    """A block that goes through chunks of SLICE value channels of a head."""
+    """A warpgroup that goes through chunks of SLICE value channels of a head."""
 
     call: _Call
     ring: TileRing
@@ -301,12 +325,14 @@ class _Scan:
         }
 
     def loop(self, count: Any, number: Any, part: Any, step: Any, state: Any) -> Any:
+        """Runs ``state = step(chunk, stage, state, fetch)`` for the chunks ``number(n)``."""
         return self.ring.loop(
             self.smem,
             count,
             lambda n: self.sources(number(n), part),
-            lambda n, stage, state: step(number(n), stage, state),
+            lambda n, stage, state, fetch: step(number(n), stage, state, fetch),
             state,
+            early=False,
         )
 
 
@@ -315,57 +341,84 @@ def _first(ref: Any, at: _At, index: Any, part: Any, keys: int) -> Any:
     return accumulator(keys) if ref is None else load_transposed(at.state(ref, index, part))
 
 
+def _by_role(*roles: Any) -> None:
+    """Runs one of `roles` in each warpgroup."""
+    for number, role in enumerate(roles):
+        pl.when(lax.axis_index(WARPGROUP) == number)(role)
+
+
 def _values_left(stage: dict[str, Any], read: Any) -> Any:
     """(V − E ∘ (K S))ᵀ, (SLICE, CHUNK), from (K S)ᵀ."""
-    E = over_columns(jnp.exp2(_load(stage["steps"], 0, COLUMNS)), SLICE)
-    return to_fp32(load_left(stage["v"], transposed=True)) - read * E
+    v = to_fp32(load_left(stage["v"], transposed=True))
+    return v - read * _columns(stage["steps"], _E)
 
 
-def _to_end(steps: Any) -> Any:
-    """β ∘ left, for columns."""
-    left = jnp.exp2(steps[0, CHUNK - 1] - _load(steps, 0, COLUMNS))
-    return over_columns(left * _load(steps, 1, COLUMNS), SLICE)
-
-
-def _next_state(stage: dict[str, Any], S: Any, new: Any) -> Any:
-    steps = stage["steps"]
-    decayed = S * jnp.exp2(steps[0, CHUNK - 1])
-    return multiply([decayed], [new * _to_end(steps)], stage["k"])[0]
+_SCANNED = Handoffs(("state", "state read", "new", "new read"))
+"""From the warpgroup that scans to the one that makes outputs, and back."""
 
 
 def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, Any]:
-    """The output, the final state and, to save, the states before every SAVED-th chunk."""
+    """The output, the final state and, to save, the states before every SAVED-th chunk.
+
+    Two warpgroups: one scans, and hands Sᵀ and N to the other, which makes the output.
+    """
     grid = call.batch * call.heads * call.slices
-    ring = _ring(call, _SQUARE, grid, "q", "k", "v", "T")
+    other = 2 * SLICE * call.keys + _SQUARE
+    scanned, made = _rings(call, other, grid, "k v T", "q k")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
-        (part,), scan = at.own, _Scan(call, ring, refs, smem, at)
+        (part,), hand = at.own, _SCANNED
 
-        def step(chunk: Any, stage: dict[str, Any], S: Any) -> Any:
+        def scan(chunk: Any, stage: dict[str, Any], S: Any, fetch: Any) -> Any:
             if save:
                 to = at.state(refs.states, lax.div(chunk, SAVED), part)
                 pl.when(lax.rem(chunk, SAVED) == 0)(lambda: store_matrix(to, S, transposed=True))
-            P, read = multiply(
-                [accumulator(CHUNK)] * 2, [stage["q"], S], stage["k"], transposed=True
-            )
-            (out,) = multiply([accumulator(CHUNK)], [S], stage["q"], transposed=True)
-            P = P * _decays(stage["steps"]) * _of_earlier(stage["steps"])
-            store_tile(smem.P, P.astype(_BF16))
-            left = _values_left(stage, read)
-            out = out * over_columns(jnp.exp2(_load(stage["steps"], 0, COLUMNS)), SLICE)
-            sync_tiles()  # and all warps have read v
+            narrow = S.astype(_BF16)
+            reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
+            pl.when(chunk > 0)(lambda: hand.take(smem, "state read"))
+            store_tile(smem.S, narrow)
+            hand.give(smem, "state")
+            fetch()
+            left = _values_left(stage, *finish(reading))
             (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
-            (out,) = multiply([out], [new], smem.P, transposed=True)
-            S = _next_state(stage, S, new)
-            store_tile(stage["v"], (out * call.scale).astype(_BF16), transposed=True)
-            sync_tiles()
-            write_tile(stage["v"], at.values(refs.out, chunk, part))
-            return S
+            decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
+            adding = start([decayed], [new * to_end], stage["k"])
+            pl.when(chunk > 0)(lambda: hand.take(smem, "new read"))
+            store_tile(smem.N, new.astype(_BF16), transposed=True)
+            hand.give(smem, "new")
+            return finish(adding)[0]
 
-        S = _first(refs.initial, at, 0, part, call.keys)
-        S = scan.loop(call.chunks, lambda n: n, part, step, S)
-        store_matrix(at.state(refs.final, 0, part), S, transposed=True)
+        def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
+            steps, more = stage["steps"], chunk < call.chunks - 1
+            pairs = start([accumulator(CHUNK)], [stage["q"]], stage["k"], transposed=True)
+            hand.take(smem, "state")
+            reading = start([accumulator(SLICE)], [stage["q"]], smem.S, transposed=True)
+            fetch()
+            (P,) = finish(pairs, later=1)
+            P = P * _decays(steps) * _columns(steps, _BETA)
+            (out,) = finish(reading)
+            pl.when(more)(lambda: hand.give(smem, "state read"))
+            out = out * _rows(steps, _E, SLICE)
+            hand.take(smem, "new")
+            (out,) = multiply([out], [P], smem.N)
+            pl.when(more)(lambda: hand.give(smem, "new read"))
+            own = stage["q"].at[pl.ds(0, 1)]
+            store_tile(own, (out * call.scale).astype(_BF16))
+            sync_tiles()
+            write_tile(own, at.values(refs.out, chunk, part))
+            return _
+
+        def run_scan() -> None:
+            S = _first(refs.initial, at, 0, part, call.keys)
+            of = _Scan(call, scanned, refs, smem, at)
+            S = of.loop(call.chunks, lambda n: n, part, scan, S)
+            store_matrix(at.state(refs.final, 0, part), S, transposed=True)
+
+        def run_outputs() -> None:
+            _Scan(call, made, refs, smem, at).loop(call.chunks, lambda n: n, part, make, None)
+
+        _by_role(run_scan, run_outputs)
 
     ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "T": T}
     outs = {
@@ -373,32 +426,35 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
         "final": call.states_like(1),
         "states": call.states_like(-(-call.chunks // SAVED)) if save else None,
     }
-    scratch = ring.scratch() | {"P": tile(CHUNK, CHUNK, _BF16)}
-    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid)
+    scratch = scanned.scratch() | made.scratch() | _SCANNED.scratch()
+    scratch |= {"S": tile(SLICE, call.keys, _BF16), "N": tile(CHUNK, SLICE, _BF16)}
+    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=2)
 
 
 def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
     """The transposed states before all chunks and N, in 16 bits, from those that were saved."""
     parts = states.shape[1]
     grid = call.batch * call.heads * call.slices * parts
-    ring = _ring(call, 0, grid, "k", "v", "T")
+    (ring,) = _rings(call, 0, grid, "k v T")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices, parts)
         (part, index), scan = at.own, _Scan(call, ring, refs, smem, at)
 
-        def step(chunk: Any, stage: dict[str, Any], S: Any) -> Any:
+        def step(chunk: Any, stage: dict[str, Any], S: Any, fetch: Any) -> Any:
             to = refs.before.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+            reading = start([accumulator(CHUNK)], [S], stage["k"], transposed=True)
             store_matrix(to, S)
-            (read,) = multiply([accumulator(CHUNK)], [S], stage["k"], transposed=True)
-            left = _values_left(stage, read)
+            fetch()
+            left = _values_left(stage, *finish(reading))
             sync_tiles()  # all warps have read v
             (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
-            S = _next_state(stage, S, new)
+            decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
+            adding = start([decayed], [new * to_end], stage["k"])
             store_tile(stage["v"], new.astype(_BF16), transposed=True)
             sync_tiles()
             write_tile(stage["v"], at.values(refs.new, chunk, part))
-            return S
+            return finish(adding)[0]
 
         S = _first(refs.states, at, index, part, call.keys)
         first = index * SAVED
@@ -411,39 +467,68 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
     return results["before"], results["new"]
 
 
+_REVERSED = Handoffs(("pairs", "pairs read"))
+"""From the warpgroup that makes Pᵀ dO to the one that scans, and back."""
+
+
 def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, Any]:
     """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk."""
     grid = call.batch * call.heads * call.slices
-    ring = _ring(call, _SQUARE, grid, "q", "k", "dout", "T")
+    scanned, made = _rings(call, _SQUARE, grid, "q k dout T", "q k dout")
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
-        (part,), scan = at.own, _Scan(call, ring, refs, smem, at)
+        (part,), hand, last = at.own, _REVERSED, call.chunks - 1
 
-        def step(chunk: Any, stage: dict[str, Any], dS: Any) -> Any:
-            to = refs.after.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
-            store_matrix(to, dS)
-            steps, last = stage["steps"], stage["steps"][0, CHUNK - 1]
-            P, dN = multiply(
-                [accumulator(CHUNK)] * 2, [stage["q"], dS], stage["k"], transposed=True
-            )
-            store_tile(smem.P, (P * _decays(steps) * _of_earlier(steps)).astype(_BF16))
-            dN = dN * _to_end(steps)
+        def scan(chunk: Any, stage: dict[str, Any], dS: Any, fetch: Any) -> Any:
+            steps, narrow = stage["steps"], dS.astype(_BF16)
+            reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
             dout = to_fp32(load_left(stage["dout"], transposed=True)) * call.scale
-            sync_tiles()  # and all warps have read dout
-            (dN,) = multiply([dN], [dout], smem.P)
-            (dV,) = multiply([accumulator(CHUNK)], [dN], stage["T"])
-            E = over_columns(jnp.exp2(_load(steps, 0, COLUMNS)), SLICE)
-            (dS,) = multiply([dS * jnp.exp2(last)], [dout * E], stage["q"])
-            (dS,) = multiply([dS], [-dV * E], stage["k"])
+            E = _columns(steps, _E)
+            adding = start([dS * _of_end(steps)], [dout * E], stage["q"])
+            fetch()
+            hand.take(smem, "pairs")
+            dN = to_fp32(load_left(smem.X))
+            pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
+            (read,) = finish(reading, later=1)
+            making = start([accumulator(CHUNK)], [dN + read * _columns(steps, _TO_END)], stage["T"])
+            (dS,) = finish(adding, later=1)
+            (dV,) = finish(making)
+            adding = start([dS], [-dV * E], stage["k"])
+            sync_tiles()  # all warps are done with q and dout
+            store_tile(stage["q"], narrow)
             store_tile(stage["dout"], dV.astype(_BF16), transposed=True)
             sync_tiles()
             write_tile(stage["dout"], at.values(refs.dV, chunk, part))
-            return dS
+            to = refs.after.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
+            write_tile(stage["q"], to)
+            return finish(adding)[0]
 
-        dS = _first(refs.dfinal, at, 0, part, call.keys)
-        dS = scan.loop(call.chunks, lambda n: call.chunks - 1 - n, part, step, dS)
-        store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
+        def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
+            steps = stage["steps"]
+            pairs = start([accumulator(CHUNK)], [stage["k"]], stage["q"], transposed=True)
+            fetch()
+            c = _columns(steps, _C) - _rows(steps, _C, CHUNK)
+            D = jnp.exp2(causal(c, transposed=True)) * _rows(steps, _BETA, CHUNK)
+            (P,) = finish(pairs)
+            (X,) = multiply([accumulator(SLICE)], [P * D], stage["dout"])
+            pl.when(chunk < last)(lambda: hand.take(smem, "pairs read"))
+            store_tile(smem.X, (X * call.scale).astype(_BF16), transposed=True)
+            hand.give(smem, "pairs")
+            return _
+
+        def run_scan() -> None:
+            dS = _first(refs.dfinal, at, 0, part, call.keys)
+            of = _Scan(call, scanned, refs, smem, at)
+            dS = of.loop(call.chunks, lambda n: last - n, part, scan, dS)
+            store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
+
+        def run_pairs() -> None:
+            _Scan(call, made, refs, smem, at).loop(
+                call.chunks, lambda n: last - n, part, make, None
+            )
+
+        _by_role(run_scan, run_pairs)
 
     ins = {"q": call.q, "k": call.k, "dout": dout, "steps": call.steps, "T": T}
     of_values = jax.ShapeDtypeStruct(call.v.shape, _BF16)
@@ -452,8 +537,9 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         "dV": of_values,
         "dinitial": call.states_like(1),
     }
-    scratch = ring.scratch() | {"P": tile(CHUNK, CHUNK, _BF16)}
-    return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid)
+    scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
+    scratch |= {"X": tile(SLICE, CHUNK, _BF16)}
+    return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=2)
 
 
 _DC, _DBETA, _KZ = range(3)
@@ -500,7 +586,8 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         close_copies(True)
         fetch(0, 0)
         wait_for_tiles(1)
-        beta = _load(steps, 1, ROWS)
+        number = lambda row: plgpu.load(steps.at[row], layout=ROWS)
+        beta, E, to_end = number(_BETA), number(_E), number(_TO_END)
         a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
         a, P = a * _decays(steps, strict=True), P * _decays(steps)
         M, dP = [accumulator(CHUNK)] * 2
@@ -512,11 +599,11 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         # The diagonal would enter both sums of dc, and cancel but for its rounding.
         h = of_all * jnp.exp2(causal(accumulator(CHUNK), first=1))
         dbeta = jnp.sum(of_all - h, axis=1)
-        dc = jnp.sum(h * _of_earlier(steps), axis=1)
+        dc = jnp.sum(h * _columns(steps, _BETA), axis=1)
         for first in range(0, CHUNK, 32):
             store_column_sums(smem.columns, first, h[:, first : first + 32])
-        F = -M * _decays(steps, strict=True) * _of_earlier(steps)
-        G = dP * _decays(steps) * _of_earlier(steps)
+        F = -M * _decays(steps, strict=True) * _columns(steps, _BETA)
+        G = dP * _decays(steps) * _columns(steps, _BETA)
         store_tile(smem.G, F.astype(_BF16))
         sync_tiles()
         both = load_left(smem.G) + load_left(smem.G, transposed=True)
@@ -524,8 +611,7 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         store_tile(smem.G, G.astype(_BF16))
         of_later = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
         dc, dbeta = dc - beta * of_later, dbeta + of_later
-        c = _load(steps, 0, ROWS)
-        E, left = jnp.exp2(c), jnp.exp2(steps[0, CHUNK - 1] - c)
+        left = jnp.exp2(steps[_C, CHUNK - 1] - number(_C))
         kz, of_states = [], lane_zeros()
         for half in range(halves):
             first = half * KEYS
@@ -548,7 +634,7 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
             of_w, of_z = E * _row_sums(w, smem.k, first), left * _row_sums(z, smem.k, first)
             dc, dbeta = dc - of_w, dbeta + of_z
             kz.append(beta * of_z)
-            dk = z * over_rows(left * beta, KEYS) - w * over_rows(E, KEYS)
+            dk = z * over_rows(to_end, KEYS) - w * over_rows(E, KEYS)
             dq, dk = multiply([dq, dk], [smem.G, both], smem.k, first=first)
             turned = load_left(smem.G, transposed=True)
             (dk,) = multiply([dk], [turned], smem.q, first=first)
@@ -558,14 +644,14 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         to = at.square(refs.numbers, chunk)
         for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, sum(kz))):
             to.at[row][...] = v
-        of_states = of_states * jnp.exp2(steps[0, CHUNK - 1])
+        of_states = of_states * _of_end(steps)
         at.square(refs.of_states, chunk)[...] = of_states
 
     of_values, square = tile(CHUNK, SLICE, _BF16, stages=slices), tile(CHUNK, CHUNK, _BF16)
     scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "G"), square)
     scratch |= dict.fromkeys(("q", "k"), tile(CHUNK, call.keys, _BF16))
     scratch |= {
-        "steps": plgpu.SMEM((2, CHUNK), _F32),
+        "steps": plgpu.SMEM((4, CHUNK), _F32),
         "columns": plgpu.SMEM((WARPS, CHUNK), _F32),
     }
     of_chunks, like = (call.batch, call.heads, call.chunks), jax.ShapeDtypeStruct

@@ -92,7 +92,8 @@ PART = 16
 def _ring(grid: int, other: int, dtype: Any, **tiles: tuple[int, ...]) -> TileRing:
     """A ring of tiles, and of the step sizes of a chunk, beside `other` bytes of shared memory."""
     of_tiles = {name: (shape, dtype) for name, shape in tiles.items()}
-    return TileRing.of(other, of_tiles | {"steps": ((2, CHUNK), jnp.float32)}, grid)
+    (ring,) = TileRing.of(other, grid, of_tiles | {"steps": ((2, CHUNK), jnp.float32)})
+    return ring
 
 
 def _launch(kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int) -> dict[str, Any]:
