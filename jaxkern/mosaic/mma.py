@@ -12,7 +12,10 @@ by each warp, with wgmma once for all.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -73,7 +76,15 @@ def launch_tiles(
 def tile(rows: int, columns: int, dtype: Any, stages: int | None = None) -> Any:
     """Shared memory for a tile, or for `stages` of them."""
     shape = columns // WIDTH, rows, WIDTH
-    return plgpu.SMEM(shape if stages is None else (stages, *shape), dtype)
+    return plgpu.SMEM(
+        shape if stages is None else (stages, *shape), dtype, transforms=_tile_ref().transforms
+    )
+
+
+def _tile_ref() -> Any:
+    """The type of tiles; the TMA is told how their units are permuted."""
+    swizzle: Any = plgpu.SwizzleTransform
+    return plgpu.RefType((swizzle(2 * WIDTH),)) if _by_wgmma() else REF
 
 
 def rows_of(ref: Any, first: Any, count: int) -> Any:
@@ -98,22 +109,76 @@ def _set_values(ref: Any, v: jax.Array) -> None:
 
 
 def _by_wgmma() -> bool:
-    return target.current() is not None and without_wgmma() is None
+    """Whether wgmma multiplies, and the TMA copies."""
+    gpu = target.current()
+    return gpu is not None and without_wgmma() is None and not interpreted()
 
 
 def sync_tiles() -> None:
     """Waits for the other lanes, whose stores to tiles are then there for products."""
-    if _by_wgmma() and not interpreted():
+    if _by_wgmma():
         plgpu.commit_smem()
     else:
         sync_warpgroup()
 
 
-def wait_for_tiles(later: int = 0) -> None:
-    """Waits for all groups of copies but `later` of them, of all lanes."""
+type Tiles = dict[str, tuple[tuple[int, ...], Any]]
+"""The shape and dtype of some arrays' shared memory: tiles of 16-bit elements, and rows of fp32."""
+
+
+def copies_barrier(
+    name: str, tiles: Iterable[tuple[tuple[int, ...], Any]], count: int = 1
+) -> dict[str, Any]:
+    """Scratch memory `name`: `count` barriers at which copies of `tiles` arrive, if by the TMA."""
+    if not _by_wgmma():
+        return {}
+    copies = (shape[-1] // WIDTH if _is_tile(dtype) else 1 for shape, dtype in tiles)
+    return {name: plgpu.Barrier(num_arrivals=sum(copies), num_barriers=count)}
+
+
+def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None) -> None:
+    """Starts to copy tiles, and rows of fp32, from global to shared memory: a group of copies.
+
+    They begin when what was written from there (:func:`write_tile`) has been read.
+
+    Args:
+      copies: pairs of a source, its rows aligned to 16 bytes, and a tile of its shape.
+      barrier: of :func:`copies_barrier`, at which the TMA's copies arrive.
+    """
+    _start_copies(copies, barrier)
+    if not _by_wgmma():
+        close_copies(True)
+
+
+def _start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any) -> None:
+    finish_writes()
+    for source, into in copies:
+        if not _by_wgmma():
+            start = _start_tile_copy if _is_tile(into.dtype) else _start_row_copy
+            start(source, into)
+        elif _is_tile(into.dtype):
+            for block in range(into.shape[0]):
+                columns = source.at[:, pl.ds(block * WIDTH, WIDTH)]
+                plgpu.copy_gmem_to_smem(columns, into.at[block], barrier)
+        else:
+            plgpu.copy_gmem_to_smem(source, into, barrier)
+
+
+def wait_for_copies(barrier: Any = None, later: int = 0) -> None:
+    """Waits for a group of copies.
+
+    Where lanes copy, it is waited for all groups but `later`, and for the other lanes.
+    """
+    if _by_wgmma():
+        plgpu.barrier_wait(barrier)
+        return
     if not interpreted():
         ptx(f"cp.async.wait_group {later};")
     sync_tiles()
+
+
+def _is_tile(dtype: Any) -> bool:
+    return jnp.dtype(dtype).itemsize == 2
 
 
 def accumulator(columns: int) -> jax.Array:
@@ -133,9 +198,6 @@ STAGES = 3
 RESERVED = 1024
 """Bytes of shared memory that each block takes beside its own, and a multiprocessor has more of."""
 
-type Tiles = dict[str, tuple[tuple[int, ...], Any]]
-"""The shape and dtype of each array's stage: tiles of 16-bit elements, and rows of fp32."""
-
 
 @dataclasses.dataclass(frozen=True)
 class TileRing:
@@ -145,39 +207,48 @@ class TileRing:
       tiles: of a stage.
       stages: of the ring.
       prefix: of the names in shared memory.
+      fetches: whether this warpgroup starts the copies.
     """
 
     tiles: Tiles
     stages: int
     prefix: str = ""
+    fetches: bool = True
 
     @classmethod
-    def of(cls, other: int, grid: int, *tiles: Tiles) -> "tuple[TileRing, ...]":
+    def of(cls, other: int, grid: int, *tiles: Tiles, fetcher: int = 0) -> "tuple[TileRing, ...]":
         """A ring for each warpgroup of a block, with as many stages as fit.
 
-        A multiprocessor has several blocks if there are more of them than multiprocessors, and if
-        there are registers.
+        Where the TMA copies, it is one ring, which warpgroup `fetcher` fills. Elsewhere each has
+        its own. A multiprocessor has several blocks if there are more of them than multiprocessors,
+        and if there are registers.
 
         Args:
           other: bytes of shared memory that the block uses beside them.
           grid: blocks.
           *tiles: of each warpgroup.
+          fetcher: a warpgroup.
         """
-        of_all = [of for warpgroup in tiles for of in warpgroup.values()]
-        size = int(sum(np.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in of_all))
+        all_tiles, shared = functools.reduce(operator.or_, tiles), _by_wgmma()
+        rings = [all_tiles] if shared else tiles
+        sizes = (math.prod(x) * jnp.dtype(t).itemsize for ring in rings for x, t in ring.values())
         blocks = WARPGROUPS // len(tiles) if grid > num_sms() else 1
         # A byte more is Mosaic's own, and sizes are rounded up.
         room = (shared_memory() + RESERVED) // blocks - RESERVED - 256 - other
-        stages = max(1, min(STAGES, room // size))
-        return tuple(cls(of, stages, f"{n}_" if n else "") for n, of in enumerate(tiles))
+        stages = max(1, min(STAGES, room // sum(sizes)))
+        if shared:
+            assert stages > 1 or len(tiles) == 1, room
+            return tuple(cls(all_tiles, stages, "", n == fetcher) for n in range(len(tiles)))
+        return tuple(cls(own, stages, f"{n}_" if n else "") for n, own in enumerate(tiles))
 
     def scratch(self) -> dict[str, Any]:
         def memory(shape: tuple[int, ...], dtype: Any) -> Any:
-            if jnp.dtype(dtype).itemsize == 2:
+            if _is_tile(dtype):
                 return tile(shape[0], shape[1], dtype, stages=self.stages)
             return plgpu.SMEM((self.stages, *shape), dtype)
 
-        return {self.prefix + name: memory(*of) for name, of in self.tiles.items()}
+        found = {self.prefix + name: memory(*of) for name, of in self.tiles.items()}
+        return found | copies_barrier("arrived", self.tiles.values(), self.stages)
 
     def loop(
         self,
@@ -198,33 +269,37 @@ class TileRing:
           step: reads and may write its stage.
           carry: to begin with.
           early: whether a step begins with the start of the copies for a later one. If not, `step`
-            takes a function that does this as its last argument, to call it while products run.
+            takes a function that does this as its last argument. It calls it while products run,
+            when all warps are done with step n − 1: both warpgroups', if the block has two.
         """
         memory = lambda name: getattr(smem, self.prefix + name)
+        arrived = lambda slot: smem.arrived.at[slot] if _by_wgmma() else None
 
         def fetch(n: Any) -> None:
             slot = lax.rem(n, self.stages)
 
-            @pl.when(n < count)
-            def _() -> None:
-                for name, source in sources(n).items():
-                    copy_to_tile(source, memory(name).at[slot])
+            def copy() -> None:
+                copies = ((v, memory(name).at[slot]) for name, v in sources(n).items())
+                _start_copies(copies, arrived(slot))
 
-            close_copies(True)
+            if self.fetches:
+                pl.when(n < count)(copy)
+            if not _by_wgmma():
+                close_copies(True)  # a group without copies is one, too
 
         def run(n: Any, carry: Any) -> Any:
+            slot = lax.rem(n, self.stages)
             ahead = lambda: fetch(n + self.stages - 1)
             if self.stages == 1:
                 sync_warpgroup()  # all warps are done with the stage
                 ahead()
-                wait_for_tiles()
                 ahead = lambda: None
-            else:
-                wait_for_tiles(self.stages - 2)  # and for all warps to be done with the next stage
-            slot = lax.rem(n, self.stages)
+            wait_for_copies(arrived(slot), max(0, self.stages - 2))
             stage = {name: memory(name).at[slot] for name in self.tiles}
             if not early:
                 return step(n, stage, carry, ahead)
+            if _by_wgmma():
+                sync_warpgroup()  # as above
             ahead()
             return step(n, stage, carry)
 
@@ -268,21 +343,12 @@ class Handoffs:
         ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
 
 
-def copy_to_tile(source: Any, into: Any) -> None:
-    """Has the lanes start to copy a tile, or rows of fp32."""
-    if into.dtype.itemsize == 2:
-        start_tile_copy(source, into)
-    else:
-        start_copy(source, into, None)
+def _start_row_copy(source: Any, into: Any) -> None:
+    start_copy(source, into, None)
 
 
-def start_tile_copy(source: Any, into: Any) -> None:
-    """Has the lanes start to copy a tile with cp.async.
-
-    Args:
-      source: (rows, n) of an array in global memory, its rows aligned to 16 bytes.
-      into: a tile of its shape.
-    """
+def _start_tile_copy(source: Any, into: Any) -> None:
+    """Has the lanes start to copy a tile with cp.async."""
     if interpreted():
         _set_values(into, source[...])
         return
@@ -303,9 +369,17 @@ def start_tile_copy(source: Any, into: Any) -> None:
 
 
 def write_tile(source: Any, into: Any) -> None:
-    """Copies a tile from shared to global memory; all lanes' parts of it must be there."""
+    """Copies a tile from shared to global memory; all lanes' parts of it must be there.
+
+    It may be written to again after :func:`finish_writes` and a barrier.
+    """
     if interpreted():
         into[...] = _values(source)
+        return
+    if _by_wgmma():
+        for block in range(source.shape[0]):
+            columns = into.at[:, pl.ds(block * WIDTH, WIDTH)]
+            plgpu.copy_smem_to_gmem(source.at[block], columns)
         return
 
     @inline_mlir(REF, REF)
@@ -318,6 +392,12 @@ def write_tile(source: Any, into: Any) -> None:
             llvm.store(value, to, alignment=VECTOR_BYTES)
 
     copy(source, into)
+
+
+def finish_writes() -> None:
+    """Waits until the tiles that are being written have been read."""
+    if _by_wgmma():
+        ptx("cp.async.bulk.wait_group.read 0;")
 
 
 def load_left(
@@ -333,7 +413,7 @@ def load_left(
     if interpreted():
         return _values(ref).T if transposed else _values(ref)[:, first : first + count]
 
-    @inline_mlir(REF, returns=tile_type(shape, ref.dtype))
+    @inline_mlir(_tile_ref(), returns=tile_type(shape, ref.dtype))
     def load(ref: Any) -> Any:
         left = _Left(ref, _dtype(ref), transposed)
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
@@ -356,7 +436,7 @@ def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
         _set_values(ref, v.T if transposed else v)
         return
 
-    @inline_mlir(REF, TILE)
+    @inline_mlir(_tile_ref(), TILE)
     def store(ref: Any, v: Any) -> None:
         tile, word = _Tile(ref), ir.IntegerType.get_signless(32)
         group, pair = tile.digit(2, 3), arith.muli(tile.digit(0, 2), i32(2))
@@ -490,8 +570,8 @@ def start(
         return Products([acc + dot(a) for acc, a in zip(accs, narrow, strict=True)], [])
     assert right.dtype == jnp.bfloat16, right.dtype
     count = len(accs)
-    layouts: Any = [REF, *[TILE] * count]
-    layouts += [TILE if own else REF for own in in_registers]
+    layouts: Any = [_tile_ref(), *[TILE] * count]
+    layouts += [TILE if own else _tile_ref() for own in in_registers]
     types = [tile_type(a.shape, a.dtype) for a in accs]
     if _by_wgmma():
         held = [a for a, own in zip(lefts, in_registers, strict=True) if own]
@@ -531,7 +611,7 @@ def start(
 
 def finish(products: Products, later: int = 0) -> list[jax.Array]:
     """Waits for products, and for all before them; `later` were started after them."""
-    if interpreted() or not _by_wgmma():
+    if not _by_wgmma():
         return products.accs
     held = [*products.accs, *products.lefts]
 

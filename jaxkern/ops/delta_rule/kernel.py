@@ -50,23 +50,24 @@ from jaxkern.mosaic.mma import (
     Handoffs,
     TileRing,
     accumulator,
-    copy_to_tile,
+    copies_barrier,
     finish,
+    finish_writes,
     invert_unit_lower,
     launch_tiles,
     load_left,
     load_transposed,
     multiply,
     start,
+    start_copies,
     store_matrix,
     store_tile,
     sync_tiles,
     tile,
-    wait_for_tiles,
+    wait_for_copies,
     write_tile,
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
-from jaxkern.mosaic.ring import close_copies
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -233,6 +234,10 @@ class _At:
         """Steps, T or numbers of a chunk."""
         return ref.at[self.batch, self.head, chunk]
 
+    def turned(self, ref: Any, chunk: Any, part: Any) -> Any:
+        """(SLICE, K) of transposed states."""
+        return ref.at[self.batch, chunk, self.head, pl.ds(part * SLICE, SLICE)]
+
     def state(self, ref: Any, index: Any, part: Any) -> Any:
         """(K, SLICE) of states."""
         return ref.at[self.batch, index, self.head, :, pl.ds(part * SLICE, SLICE)]
@@ -263,17 +268,26 @@ def _of_end(steps: Any) -> Any:
     return steps[_E, CHUNK - 1]
 
 
+def _tiles(call: _Call, names: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of the arrays' parts in a chunk, of these names and of the steps."""
+    of = dict.fromkeys(("q", "k"), ((CHUNK, call.keys), _BF16))
+    of["steps"] = (4, CHUNK), _F32
+    return {name: of.get(name, ((CHUNK, CHUNK), _BF16)) for name in (*names.split(), "steps")}
+
+
 def _inverses(call: _Call) -> Any:
     """T of all chunks, (B, H, chunks, CHUNK, CHUNK)."""
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.chunks // PAIR)
         first = at.own[0] * PAIR
+        copies = []
         for n in range(PAIR):
-            copy_to_tile(at.keys(refs.k, first + n), smem.k.at[n])
-            copy_to_tile(at.square(refs.steps, first + n), smem.steps.at[n])
-        close_copies(True)
-        wait_for_tiles()
+            copies.append((at.keys(refs.k, first + n), smem.k.at[n]))
+            copies.append((at.square(refs.steps, first + n), smem.steps.at[n]))
+        arrived = getattr(smem, "arrived", None)
+        start_copies(copies, arrived)
+        wait_for_copies(arrived)
         for n in range(PAIR):
             k, steps = smem.k.at[n], smem.steps.at[n]
             (A,) = multiply([accumulator(CHUNK)], [k], k, transposed=True)
@@ -282,7 +296,7 @@ def _inverses(call: _Call) -> Any:
         sync_tiles()
         invert_unit_lower(smem.A, refs.T.at[at.batch, at.head, pl.ds(first, PAIR)])
 
-    scratch = {
+    scratch = copies_barrier("arrived", [*_tiles(call, "k").values()] * PAIR) | {
         "k": tile(CHUNK, call.keys, _BF16, stages=PAIR),
         "steps": plgpu.SMEM((PAIR, 4, CHUNK), _F32),
         "A": plgpu.SMEM((PAIR, CHUNK, PADDED), _F32),
@@ -292,17 +306,6 @@ def _inverses(call: _Call) -> Any:
     grid = call.batch * call.heads * call.chunks // PAIR
     ins = {"k": call.k, "steps": call.steps}
     return _launch(kernel, "inverse", ins, outs, scratch, grid)["T"]
-
-
-def _rings(call: _Call, other: int, grid: int, *names: str) -> tuple[TileRing, ...]:
-    """A ring for each warpgroup, of the arrays that it names."""
-
-    def tiles(names: str) -> Any:
-        keys = dict.fromkeys(("q", "k"), ((CHUNK, call.keys), _BF16))
-        keys["steps"] = (4, CHUNK), _F32
-        return {name: keys.get(name, ((CHUNK, CHUNK), _BF16)) for name in (*names.split(), "steps")}
-
-    return TileRing.of(other, grid, *map(tiles, names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +367,8 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     """
     grid = call.batch * call.heads * call.slices
     other = 2 * SLICE * call.keys + _SQUARE
-    scanned, made = _rings(call, other, grid, "k v T", "q k")
+    of_both = _tiles(call, "k v T"), _tiles(call, "q k")
+    scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
@@ -417,6 +421,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
 
         def run_outputs() -> None:
             _Scan(call, made, refs, smem, at).loop(call.chunks, lambda n: n, part, make, None)
+            finish_writes()
 
         _by_role(run_scan, run_outputs)
 
@@ -435,19 +440,22 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
     """The transposed states before all chunks and N, in 16 bits, from those that were saved."""
     parts = states.shape[1]
     grid = call.batch * call.heads * call.slices * parts
-    (ring,) = _rings(call, 0, grid, "k v T")
+    (ring,) = TileRing.of(2 * SLICE * call.keys, grid, _tiles(call, "k v T"))
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices, parts)
         (part, index), scan = at.own, _Scan(call, ring, refs, smem, at)
 
         def step(chunk: Any, stage: dict[str, Any], S: Any, fetch: Any) -> Any:
-            to = refs.before.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
-            reading = start([accumulator(CHUNK)], [S], stage["k"], transposed=True)
-            store_matrix(to, S)
+            narrow = S.astype(_BF16)
+            reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
+            finish_writes()
+            sync_tiles()  # the last state is written, and all warps are done with the last stage
+            store_tile(smem.S, narrow)
             fetch()
             left = _values_left(stage, *finish(reading))
-            sync_tiles()  # all warps have read v
+            sync_tiles()  # all warps have read v, and stored the state
+            write_tile(smem.S, at.turned(refs.before, chunk, part))
             (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
             decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
             adding = start([decayed], [new * to_end], stage["k"])
@@ -460,10 +468,12 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
         first = index * SAVED
         count = jnp.minimum(SAVED, call.chunks - first)
         scan.loop(count, lambda n: first + n, part, step, S)
+        finish_writes()
 
     ins = {"k": call.k, "v": call.v, "steps": call.steps, "T": T, "states": states}
     outs = {"before": call.turned_like(), "new": jax.ShapeDtypeStruct(call.v.shape, _BF16)}
-    results = _launch(kernel, "states", ins, outs, ring.scratch(), grid)
+    scratch = ring.scratch() | {"S": tile(SLICE, call.keys, _BF16)}
+    results = _launch(kernel, "states", ins, outs, scratch, grid)
     return results["before"], results["new"]
 
 
@@ -474,7 +484,9 @@ _REVERSED = Handoffs(("pairs", "pairs read"))
 def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, Any]:
     """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk."""
     grid = call.batch * call.heads * call.slices
-    scanned, made = _rings(call, _SQUARE, grid, "q k dout T", "q k dout")
+    other = 2 * SLICE * call.keys + 2 * _SQUARE
+    of_both = _tiles(call, "q k dout T"), _tiles(call, "q k dout")
+    scanned, made = TileRing.of(other, grid, *of_both)
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
@@ -486,22 +498,21 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             dout = to_fp32(load_left(stage["dout"], transposed=True)) * call.scale
             E = _columns(steps, _E)
             adding = start([dS * _of_end(steps)], [dout * E], stage["q"])
-            fetch()
+            finish_writes()
             hand.take(smem, "pairs")
             dN = to_fp32(load_left(smem.X))
             pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
+            fetch()
+            store_tile(smem.dS, narrow)
             (read,) = finish(reading, later=1)
             making = start([accumulator(CHUNK)], [dN + read * _columns(steps, _TO_END)], stage["T"])
             (dS,) = finish(adding, later=1)
             (dV,) = finish(making)
             adding = start([dS], [-dV * E], stage["k"])
-            sync_tiles()  # all warps are done with q and dout
-            store_tile(stage["q"], narrow)
-            store_tile(stage["dout"], dV.astype(_BF16), transposed=True)
+            store_tile(smem.dV, dV.astype(_BF16), transposed=True)
             sync_tiles()
-            write_tile(stage["dout"], at.values(refs.dV, chunk, part))
-            to = refs.after.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
-            write_tile(stage["q"], to)
+            write_tile(smem.dV, at.values(refs.dV, chunk, part))
+            write_tile(smem.dS, at.turned(refs.after, chunk, part))
             return finish(adding)[0]
 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
@@ -521,6 +532,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             dS = _first(refs.dfinal, at, 0, part, call.keys)
             of = _Scan(call, scanned, refs, smem, at)
             dS = of.loop(call.chunks, lambda n: last - n, part, scan, dS)
+            finish_writes()
             store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
 
         def run_pairs() -> None:
@@ -538,7 +550,8 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         "dinitial": call.states_like(1),
     }
     scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
-    scratch |= {"X": tile(SLICE, CHUNK, _BF16)}
+    scratch |= {"X": tile(SLICE, CHUNK, _BF16), "dV": tile(CHUNK, SLICE, _BF16)}
+    scratch |= {"dS": tile(SLICE, call.keys, _BF16)}
     return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=2)
 
 
@@ -567,25 +580,26 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.chunks)
         (chunk,) = at.own
-        for name in ("q", "k"):
-            copy_to_tile(at.keys(getattr(refs, name), chunk), getattr(smem, name))
-        copy_to_tile(at.square(refs.steps, chunk), smem.steps)
+        own, of_states = (getattr(smem, name, None) for name in ("own_arrived", "states_arrived"))
+        copies = [(at.keys(getattr(refs, name), chunk), getattr(smem, name)) for name in "qk"]
+        copies.append((at.square(refs.steps, chunk), smem.steps))
         for name in names:
             for part in range(slices):
                 source = at.values(getattr(refs, name), chunk, part)
-                copy_to_tile(source, getattr(smem, name).at[part])
+                copies.append((source, getattr(smem, name).at[part]))
         steps, dout, dV, new = smem.steps, smem.dout, smem.dV, smem.new
 
         def fetch(half: int, part: int) -> None:
             """Starts to fetch S and dS of some keys and values."""
-            for ref, to in ((refs.before, smem.S), (refs.after, smem.dS)):
-                of_slice = ref.at[at.batch, chunk, at.head, pl.ds(part * SLICE, SLICE)]
-                copy_to_tile(of_slice.at[:, pl.ds(half * KEYS, KEYS)], to)
-            close_copies(True)
+            columns = pl.ds(half * KEYS, KEYS)
+            sources = (at.turned(ref, chunk, part) for ref in (refs.before, refs.after))
+            into = smem.S, smem.dS
+            pairs = [(v.at[:, columns], to) for v, to in zip(sources, into, strict=True)]
+            start_copies(pairs, of_states)
 
-        close_copies(True)
+        start_copies(copies, own)
         fetch(0, 0)
-        wait_for_tiles(1)
+        wait_for_copies(own, 1)
         number = lambda row: plgpu.load(steps.at[row], layout=ROWS)
         beta, E, to_end = number(_BETA), number(_E), number(_TO_END)
         a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
@@ -612,18 +626,18 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         of_later = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
         dc, dbeta = dc - beta * of_later, dbeta + of_later
         left = jnp.exp2(steps[_C, CHUNK - 1] - number(_C))
-        kz, of_states = [], lane_zeros()
+        kz, products = [], lane_zeros()
         for half in range(halves):
             first = half * KEYS
             dq, w, z = [accumulator(KEYS)] * 3
             for part in range(slices):
-                wait_for_tiles()
+                wait_for_copies(of_states)
                 dq, w = multiply([dq, w], [dout.at[part], dV.at[part]], smem.S)
                 (z,) = multiply([z], [new.at[part]], smem.dS)
                 for column in range(0, KEYS, _PIECE):
                     pieces = (load_left(v, columns=(column, _PIECE)) for v in (smem.S, smem.dS))
                     S, dS = map(to_fp32, pieces)
-                    of_states = of_states + lane_sums(S * dS)
+                    products = products + lane_sums(S * dS)
                 sync_tiles()  # all warps have read S and dS
                 if part < slices - 1:
                     fetch(half, part + 1)
@@ -644,8 +658,7 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         to = at.square(refs.numbers, chunk)
         for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, sum(kz))):
             to.at[row][...] = v
-        of_states = of_states * _of_end(steps)
-        at.square(refs.of_states, chunk)[...] = of_states
+        at.square(refs.of_states, chunk)[...] = products * _of_end(steps)
 
     of_values, square = tile(CHUNK, SLICE, _BF16, stages=slices), tile(CHUNK, CHUNK, _BF16)
     scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "G"), square)
@@ -654,6 +667,10 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         "steps": plgpu.SMEM((4, CHUNK), _F32),
         "columns": plgpu.SMEM((WARPS, CHUNK), _F32),
     }
+    square = (CHUNK, CHUNK), _BF16
+    copied = [*_tiles(call, "q k").values(), *[square] * (len(names) * slices)]
+    scratch |= copies_barrier("own_arrived", copied)
+    scratch |= copies_barrier("states_arrived", [square] * 2)
     of_chunks, like = (call.batch, call.heads, call.chunks), jax.ShapeDtypeStruct
     of_heads = like(
         (call.batch, call.tokens, call.heads, call.keys), _BF16 if call.rank == 1 else _F32

@@ -45,16 +45,15 @@ from jaxkern.mosaic.mma import (
     load_left,
     multiply,
     rows_of,
-    start_tile_copy,
+    start_copies,
     store_matrix,
     store_tile,
     sync_tiles,
     tile,
-    wait_for_tiles,
+    wait_for_copies,
     write_tile,
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
-from jaxkern.mosaic.ring import close_copies
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
@@ -475,7 +474,7 @@ def _launch_outer(
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _Chunk(cut)
-        start_tile_copy(at.weights(refs.weights), smem.weights)
+        start_copies([(at.weights(refs.weights), smem.weights)])
 
         def sources(n: Any) -> dict[str, Any]:
             own = {"tokens": at.tokens(refs.tokens, n), "states": at.state(refs.states, n)}
@@ -540,10 +539,13 @@ def _launch_scores(cut: SsdBackwardTile, arrays: Any, dy: Any) -> tuple[Any, Any
     def kernel(refs: Any, smem: Any) -> None:
         at = _Chunk(cut, len(HALVES))
         later, earlier = jnp.minimum(at.kind, 1), lax.div(at.kind, 2)
-        start_tile_copy(at.weights(refs.C, later * STEP, STEP), smem.C)
-        start_tile_copy(at.weights(refs.B, earlier * STEP, STEP), smem.B)
-        close_copies(True)
-        wait_for_tiles()
+        start_copies(
+            [
+                (at.weights(refs.C, later * STEP, STEP), smem.C),
+                (at.weights(refs.B, earlier * STEP, STEP), smem.B),
+            ]
+        )
+        wait_for_copies()
         (S,) = multiply([accumulator(STEP)], [smem.C], smem.B, transposed=True)  # (i, j)
         diagonal = later == earlier
 
