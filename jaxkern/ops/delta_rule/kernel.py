@@ -247,14 +247,16 @@ def _tokens(chunk: Any) -> Any:
     return pl.ds(chunk * CHUNK, CHUNK)
 
 
-def _rows(steps: Any, row: int, columns: int) -> Any:
+def _rows(steps: Any, row: int, columns: int, times: float = 1) -> Any:
     """(CHUNK, columns): numbers of the tokens that are the rows."""
-    return over_rows(plgpu.load(steps.at[row], layout=ROWS), columns)
+    number = plgpu.load(steps.at[row], layout=ROWS)
+    return over_rows(number if times == 1 else number * times, columns)
 
 
-def _columns(steps: Any, row: int) -> Any:
+def _columns(steps: Any, row: int, times: float = 1) -> Any:
     """(64, CHUNK): numbers of the tokens that are the columns."""
-    return over_columns(plgpu.load(steps.at[row], layout=COLUMNS), CHUNK)
+    number = plgpu.load(steps.at[row], layout=COLUMNS)
+    return over_columns(number if times == 1 else number * times, CHUNK)
 
 
 def _decays(steps: Any, *, strict: bool = False) -> Any:
@@ -350,10 +352,12 @@ def _by_role(*roles: Any) -> None:
         pl.when(lax.axis_index(WARPGROUP) == number)(role)
 
 
-def _values_left(stage: dict[str, Any], read: Any) -> Any:
-    """(V − E ∘ (K S))ᵀ, (SLICE, CHUNK), from (K S)ᵀ."""
+def _new_values(stage: dict[str, Any], reading: Any) -> Any:
+    """Starts Nᵀ = (V − E ∘ (K S))ᵀ Tᵀ, (SLICE, CHUNK), from (K S)ᵀ."""
     v = to_fp32(load_left(stage["v"], transposed=True))
-    return v - read * _columns(stage["steps"], _E)
+    E = _columns(stage["steps"], _E)
+    (read,) = finish(reading)
+    return start([accumulator(CHUNK)], [v - read * E], stage["T"], transposed=True)
 
 
 _SCANNED = Handoffs(("state", "state read", "new", "new read"))
@@ -384,9 +388,9 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             store_tile(smem.S, narrow)
             hand.give(smem, "state")
             fetch()
-            left = _values_left(stage, *finish(reading))
-            (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
+            making = _new_values(stage, reading)
             decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
+            (new,) = finish(making)
             adding = start([decayed], [new * to_end], stage["k"])
             pl.when(chunk > 0)(lambda: hand.take(smem, "new read"))
             store_tile(smem.N, new.astype(_BF16), transposed=True)
@@ -399,16 +403,18 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             hand.take(smem, "state")
             reading = start([accumulator(SLICE)], [stage["q"]], smem.S, transposed=True)
             fetch()
+            D = _decays(steps) * _columns(steps, _BETA, call.scale)
+            E = _rows(steps, _E, SLICE, call.scale)
             (P,) = finish(pairs, later=1)
-            P = P * _decays(steps) * _columns(steps, _BETA)
+            P = (P * D).astype(_BF16)
             (out,) = finish(reading)
             pl.when(more)(lambda: hand.give(smem, "state read"))
-            out = out * _rows(steps, _E, SLICE)
+            out = out * E
             hand.take(smem, "new")
             (out,) = multiply([out], [P], smem.N)
             pl.when(more)(lambda: hand.give(smem, "new read"))
             own = stage["q"].at[pl.ds(0, 1)]
-            store_tile(own, (out * call.scale).astype(_BF16))
+            store_tile(own, out.astype(_BF16))
             sync_tiles()
             write_tile(own, at.values(refs.out, chunk, part))
             return _
@@ -453,11 +459,11 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
             sync_tiles()  # the last state is written, and all warps are done with the last stage
             store_tile(smem.S, narrow)
             fetch()
-            left = _values_left(stage, *finish(reading))
+            making = _new_values(stage, reading)
             sync_tiles()  # all warps have read v, and stored the state
             write_tile(smem.S, at.turned(refs.before, chunk, part))
-            (new,) = multiply([accumulator(CHUNK)], [left], stage["T"], transposed=True)
             decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
+            (new,) = finish(making)
             adding = start([decayed], [new * to_end], stage["k"])
             store_tile(stage["v"], new.astype(_BF16), transposed=True)
             sync_tiles()
@@ -477,16 +483,19 @@ def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
     return results["before"], results["new"]
 
 
-_REVERSED = Handoffs(("pairs", "pairs read"))
+_REVERSED = Handoffs(("pairs", "done"))
 """From the warpgroup that makes Pᵀ dO to the one that scans, and back."""
 
 
 def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, Any]:
-    """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk."""
+    """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk.
+
+    Two warpgroups: one scans, and gets Pᵀ dO and E ∘ dO from the other.
+    """
     grid = call.batch * call.heads * call.slices
-    other = 2 * SLICE * call.keys + 2 * _SQUARE
-    of_both = _tiles(call, "q k dout T"), _tiles(call, "q k dout")
-    scanned, made = TileRing.of(other, grid, *of_both)
+    other = 2 * SLICE * call.keys + 3 * _SQUARE
+    of_both = _tiles(call, "q k T"), _tiles(call, "q k dout")
+    scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
@@ -495,37 +504,42 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         def scan(chunk: Any, stage: dict[str, Any], dS: Any, fetch: Any) -> Any:
             steps, narrow = stage["steps"], dS.astype(_BF16)
             reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
-            dout = to_fp32(load_left(stage["dout"], transposed=True)) * call.scale
-            E = _columns(steps, _E)
-            adding = start([dS * _of_end(steps)], [dout * E], stage["q"])
+            fetch()
+            decayed, to_end = dS * _of_end(steps), _columns(steps, _TO_END)
             finish_writes()
             hand.take(smem, "pairs")
+            adding = start([decayed], [smem.weighted], stage["q"])
             dN = to_fp32(load_left(smem.X))
-            pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
-            fetch()
             store_tile(smem.dS, narrow)
             (read,) = finish(reading, later=1)
-            making = start([accumulator(CHUNK)], [dN + read * _columns(steps, _TO_END)], stage["T"])
+            making = start([accumulator(CHUNK)], [dN + read * to_end], stage["T"])
+            E = _columns(steps, _E, -1)
             (dS,) = finish(adding, later=1)
             (dV,) = finish(making)
-            adding = start([dS], [-dV * E], stage["k"])
+            adding = start([dS], [dV * E], stage["k"])
             store_tile(smem.dV, dV.astype(_BF16), transposed=True)
             sync_tiles()
             write_tile(smem.dV, at.values(refs.dV, chunk, part))
             write_tile(smem.dS, at.turned(refs.after, chunk, part))
-            return finish(adding)[0]
+            (dS,) = finish(adding)
+            pl.when(chunk > 0)(lambda: hand.give(smem, "done"))
+            return dS
 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             steps = stage["steps"]
             pairs = start([accumulator(CHUNK)], [stage["k"]], stage["q"], transposed=True)
-            fetch()
             c = _columns(steps, _C) - _rows(steps, _C, CHUNK)
-            D = jnp.exp2(causal(c, transposed=True)) * _rows(steps, _BETA, CHUNK)
+            D = jnp.exp2(causal(c, transposed=True)) * _rows(steps, _BETA, CHUNK, call.scale)
             (P,) = finish(pairs)
-            (X,) = multiply([accumulator(SLICE)], [P * D], stage["dout"])
-            pl.when(chunk < last)(lambda: hand.take(smem, "pairs read"))
-            store_tile(smem.X, (X * call.scale).astype(_BF16), transposed=True)
+            making = start([accumulator(SLICE)], [P * D], stage["dout"])
+            dout = to_fp32(load_left(stage["dout"], transposed=True))
+            dout = dout * _columns(steps, _E, call.scale)
+            (X,) = finish(making)
+            pl.when(chunk < last)(lambda: hand.take(smem, "done"))
+            store_tile(smem.X, X.astype(_BF16), transposed=True)
+            store_tile(smem.weighted, dout.astype(_BF16))
             hand.give(smem, "pairs")
+            fetch()
             return _
 
         def run_scan() -> None:
@@ -551,7 +565,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
     }
     scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
     scratch |= {"X": tile(SLICE, CHUNK, _BF16), "dV": tile(CHUNK, SLICE, _BF16)}
-    scratch |= {"dS": tile(SLICE, call.keys, _BF16)}
+    scratch |= {"dS": tile(SLICE, call.keys, _BF16), "weighted": tile(SLICE, CHUNK, _BF16)}
     return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=2)
 
 
