@@ -136,7 +136,12 @@ def copies_barrier(
     return {name: plgpu.Barrier(num_arrivals=sum(copies), num_barriers=count)}
 
 
-def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None) -> None:
+def lanes_copy() -> bool:
+    """Whether lanes copy, and not the TMA: then only their own warpgroup can wait for it."""
+    return not _by_wgmma()
+
+
+def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None, when: Any = True) -> None:
     """Starts to copy tiles, and rows of fp32, from global to shared memory: a group of copies.
 
     They begin when what was written from there (:func:`write_tile`) has been read.
@@ -144,24 +149,24 @@ def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None) -> None
     Args:
       copies: pairs of a source, its rows aligned to 16 bytes, and a tile of its shape.
       barrier: of :func:`copies_barrier`, at which the TMA's copies arrive.
+      when: whether to copy. Where lanes copy, a group without copies is one, too.
     """
-    _start_copies(copies, barrier)
-    if not _by_wgmma():
+
+    @pl.when(when)
+    def _() -> None:
+        finish_writes()
+        for source, into in copies:
+            if lanes_copy():
+                (_start_tile_copy if _is_tile(into.dtype) else _start_row_copy)(source, into)
+            elif _is_tile(into.dtype):
+                for block in range(into.shape[0]):
+                    columns = source.at[:, pl.ds(block * WIDTH, WIDTH)]
+                    plgpu.copy_gmem_to_smem(columns, into.at[block], barrier)
+            else:
+                plgpu.copy_gmem_to_smem(source, into, barrier)
+
+    if lanes_copy():
         close_copies(True)
-
-
-def _start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any) -> None:
-    finish_writes()
-    for source, into in copies:
-        if not _by_wgmma():
-            start = _start_tile_copy if _is_tile(into.dtype) else _start_row_copy
-            start(source, into)
-        elif _is_tile(into.dtype):
-            for block in range(into.shape[0]):
-                columns = source.at[:, pl.ds(block * WIDTH, WIDTH)]
-                plgpu.copy_gmem_to_smem(columns, into.at[block], barrier)
-        else:
-            plgpu.copy_gmem_to_smem(source, into, barrier)
 
 
 def wait_for_copies(barrier: Any = None, later: int = 0) -> None:
@@ -277,15 +282,9 @@ class TileRing:
 
         def fetch(n: Any) -> None:
             slot = lax.rem(n, self.stages)
-
-            def copy() -> None:
-                copies = ((v, memory(name).at[slot]) for name, v in sources(n).items())
-                _start_copies(copies, arrived(slot))
-
             if self.fetches:
-                pl.when(n < count)(copy)
-            if not _by_wgmma():
-                close_copies(True)  # a group without copies is one, too
+                copies = ((v, memory(name).at[slot]) for name, v in sources(n).items())
+                start_copies(copies, arrived(slot), n < count)
 
         def run(n: Any, carry: Any) -> Any:
             slot = lax.rem(n, self.stages)
@@ -341,6 +340,27 @@ class Handoffs:
             plgpu.barrier_wait(smem.handoffs.at[self.names.index(name)])
             return
         ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+
+
+@dataclasses.dataclass(frozen=True)
+class Meetings:
+    """Barriers at which two warpgroups wait for each other, and for their stores."""
+
+    names: tuple[str, ...]
+
+    def scratch(self) -> dict[str, Any]:
+        barrier = functools.partial(plgpu.Barrier, num_arrivals=2)
+        return {"meetings": barrier(num_barriers=len(self.names))} if interpreted() else {}
+
+    def meet(self, smem: Any, name: str) -> None:
+        number = self.names.index(name)
+        if interpreted():
+            plgpu.barrier_arrive(smem.meetings.at[number])
+            plgpu.barrier_wait(smem.meetings.at[number])
+            return
+        if _by_wgmma():
+            ptx("fence.proxy.async.shared::cta;")
+        ptx(f"bar.sync {_FIRST_BARRIER + number}, {2 * LANES};")
 
 
 def _start_row_copy(source: Any, into: Any) -> None:

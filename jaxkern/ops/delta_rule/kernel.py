@@ -39,7 +39,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -48,12 +47,14 @@ from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.mosaic.mma import (
     PADDED,
     Handoffs,
+    Meetings,
     TileRing,
     accumulator,
     copies_barrier,
     finish,
     finish_writes,
     invert_unit_lower,
+    lanes_copy,
     launch_tiles,
     load_left,
     load_transposed,
@@ -229,6 +230,10 @@ class _At:
     def values(self, ref: Any, chunk: Any, part: Any) -> Any:
         """(CHUNK, SLICE) of v and what has its shape."""
         return ref.at[self.batch, _tokens(chunk), self.head, pl.ds(part * SLICE, SLICE)]
+
+    def all_values(self, ref: Any, chunk: Any) -> Any:
+        """(CHUNK, V)."""
+        return ref.at[self.batch, _tokens(chunk), self.head]
 
     def square(self, ref: Any, chunk: Any) -> Any:
         """Steps, T or numbers of a chunk."""
@@ -442,47 +447,6 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=2)
 
 
-def _launch_states(call: _Call, states: Any, T: Any) -> tuple[Any, Any]:
-    """The transposed states before all chunks and N, in 16 bits, from those that were saved."""
-    parts = states.shape[1]
-    grid = call.batch * call.heads * call.slices * parts
-    (ring,) = TileRing.of(2 * SLICE * call.keys, grid, _tiles(call, "k v T"))
-
-    def kernel(refs: Any, smem: Any) -> None:
-        at = _At(call, call.slices, parts)
-        (part, index), scan = at.own, _Scan(call, ring, refs, smem, at)
-
-        def step(chunk: Any, stage: dict[str, Any], S: Any, fetch: Any) -> Any:
-            narrow = S.astype(_BF16)
-            reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
-            finish_writes()
-            sync_tiles()  # the last state is written, and all warps are done with the last stage
-            store_tile(smem.S, narrow)
-            fetch()
-            making = _new_values(stage, reading)
-            sync_tiles()  # all warps have read v, and stored the state
-            write_tile(smem.S, at.turned(refs.before, chunk, part))
-            decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
-            (new,) = finish(making)
-            adding = start([decayed], [new * to_end], stage["k"])
-            store_tile(stage["v"], new.astype(_BF16), transposed=True)
-            sync_tiles()
-            write_tile(stage["v"], at.values(refs.new, chunk, part))
-            return finish(adding)[0]
-
-        S = _first(refs.states, at, index, part, call.keys)
-        first = index * SAVED
-        count = jnp.minimum(SAVED, call.chunks - first)
-        scan.loop(count, lambda n: first + n, part, step, S)
-        finish_writes()
-
-    ins = {"k": call.k, "v": call.v, "steps": call.steps, "T": T, "states": states}
-    outs = {"before": call.turned_like(), "new": jax.ShapeDtypeStruct(call.v.shape, _BF16)}
-    scratch = ring.scratch() | {"S": tile(SLICE, call.keys, _BF16)}
-    results = _launch(kernel, "states", ins, outs, scratch, grid)
-    return results["before"], results["new"]
-
-
 _REVERSED = Handoffs(("pairs", "done"))
 """From the warpgroup that makes Pᵀ dO to the one that scans, and back."""
 
@@ -570,8 +534,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
 
 
 _DC, _DBETA, _KZ = range(3)
-"""Rows of what the last kernel stores of each token: dc, dβ and β · (K · Z)."""
-
+"""Rows of what each warpgroup adds to numbers of a token: dc, dβ and β · (K · Z)."""
 
 _PIECE = 16
 """Columns that are multiplied at once where no product is: registers are short."""
@@ -586,106 +549,232 @@ def _row_sums(v: Any, ref: Any, first: int) -> Any:
     return jnp.sum(total, axis=1)
 
 
-def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV: Any) -> Any:
-    """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
-    slices, halves = call.slices, call.keys // KEYS
-    names = ("dout", "dV", "new")
+_MEETINGS = Meetings(("fetched", "new", "pairs", "read"))
+_SLOTS = 2
+"""Chunks whose q, k, v and T there is shared memory for."""
 
-    def kernel(refs: Any, smem: Any) -> None:
-        at = _At(call, call.chunks)
-        (chunk,) = at.own
-        own, of_states = (getattr(smem, name, None) for name in ("own_arrived", "states_arrived"))
+
+def _grads_scratch(call: _Call) -> dict[str, Any]:
+    """Shared memory of the last kernel: N takes the place of v, and F that of T."""
+    early = _tiles(call, "q k v T") | {"v": ((CHUNK, call.values), _BF16)}
+    late = dict.fromkeys(("dout", "dV"), early["v"]) | {"dS": ((call.values, call.keys), _BF16)}
+    scratch = {
+        name: tile(*shape, dtype, stages=_SLOTS)
+        for name, (shape, dtype) in early.items()
+        if name != "steps"
+    }
+    scratch |= {"steps": plgpu.SMEM((_SLOTS, *early["steps"][0]), _F32)}
+    scratch |= {name: tile(*late[name][0], _BF16) for name in ("dout", "dV")}
+    of_state = tile(SLICE, call.keys, _BF16, stages=call.slices)
+    scratch |= {"S": of_state, "dS": of_state, "G": tile(CHUNK, CHUNK, _BF16)}
+    scratch |= {"columns": plgpu.SMEM((2, WARPS, CHUNK), _F32)} | _MEETINGS.scratch()
+    scratch |= copies_barrier("early", early.values(), _SLOTS)
+    of_states = [((SLICE, call.keys), _BF16)] * call.slices
+    return scratch | copies_barrier("late", [late["dout"], late["dV"], *of_states])
+
+
+class _Grads:
+    """One of two warpgroups of a block that finds gradients between two saved states.
+
+    Chunk by chunk the first ones find the state and N again, each of SLICE value channels. Then
+    the first has dP and G, and the second M and F; and each dQ and dK of KEYS key channels.
+    """
+
+    def __init__(self, call: _Call, refs: Any, smem: Any, own: int):
+        self.call, self.refs, self.smem, self.own = call, refs, smem, own
+        self.slices, self.halves = call.slices, call.keys // KEYS
+        self.at = _At(call, refs.states.shape[1])
+        (self.index,) = self.at.own
+        self.first = self.index * SAVED
+
+    def run(self) -> None:
+        count = jnp.minimum(SAVED, self.call.chunks - self.first)
+        self.fetch(0, count)
+        self.fetch_late(0, count)
+        S = ()
+        if self.own < self.slices:
+            S = _first(self.refs.states, self.at, self.index, self.own, self.call.keys)
+        lax.fori_loop(0, count, lambda n, S: self.step(n, count, S), S)
+        finish_writes()
+
+    def fetch(self, n: Any, count: Any) -> None:
+        """The first warpgroup starts to fetch what is needed to find N."""
+        if self.own:
+            return
+        at, smem, refs, chunk, slot = self.at, self.smem, self.refs, self.first + n, lax.rem(n, 2)
         copies = [(at.keys(getattr(refs, name), chunk), getattr(smem, name)) for name in "qk"]
-        copies.append((at.square(refs.steps, chunk), smem.steps))
-        for name in names:
-            for part in range(slices):
-                source = at.values(getattr(refs, name), chunk, part)
-                copies.append((source, getattr(smem, name).at[part]))
-        steps, dout, dV, new = smem.steps, smem.dout, smem.dV, smem.new
+        copies += [(at.square(getattr(refs, x), chunk), getattr(smem, x)) for x in ("T", "steps")]
+        copies.append((at.all_values(refs.v, chunk), smem.v))
+        pairs = [(source, to.at[slot]) for source, to in copies]
+        start_copies(pairs, _barrier_of(smem, "early", slot), n < count)
 
-        def fetch(half: int, part: int) -> None:
-            """Starts to fetch S and dS of some keys and values."""
-            columns = pl.ds(half * KEYS, KEYS)
-            sources = (at.turned(ref, chunk, part) for ref in (refs.before, refs.after))
-            into = smem.S, smem.dS
-            pairs = [(v.at[:, columns], to) for v, to in zip(sources, into, strict=True)]
-            start_copies(pairs, of_states)
+    def fetch_late(self, n: Any, count: Any) -> None:
+        """The first warpgroup starts to fetch what it is needed for."""
+        if self.own:
+            return
+        at, smem, chunk = self.at, self.smem, self.first + n
+        names = "dout", "dV"
+        pairs = [(at.all_values(getattr(self.refs, x), chunk), getattr(smem, x)) for x in names]
+        for part in range(self.slices):
+            pairs.append((at.turned(self.refs.after, chunk, part), smem.dS.at[part]))
+        start_copies(pairs, _barrier_of(smem, "late"), n < count)
 
-        start_copies(copies, own)
-        fetch(0, 0)
-        wait_for_copies(own, 1)
-        number = lambda row: plgpu.load(steps.at[row], layout=ROWS)
-        beta, E, to_end = number(_BETA), number(_E), number(_TO_END)
-        a, P = multiply([accumulator(CHUNK)] * 2, [smem.k, smem.q], smem.k, transposed=True)
-        a, P = a * _decays(steps, strict=True), P * _decays(steps)
-        M, dP = [accumulator(CHUNK)] * 2
-        for part in range(slices):
-            lefts = [dV.at[part], dout.at[part]]
-            M, dP = multiply([M, dP], lefts, new.at[part], transposed=True)
-        dP = dP * call.scale
-        of_all = dP * P - M * a
+    def wait(self, barrier: Any, later: int) -> None:
+        if not (lanes_copy() and self.own):
+            wait_for_copies(barrier, later)
+
+    def meet(self, name: str) -> None:
+        _MEETINGS.meet(self.smem, name)
+
+    def step(self, n: Any, count: Any, S: Any) -> Any:
+        slot, smem, own = lax.rem(n, 2), self.smem, self.own
+        self.wait(_barrier_of(smem, "early", slot), 1)
+        if lanes_copy():
+            self.meet("fetched")
+        stage = {name: getattr(smem, name).at[slot] for name in ("q", "k", "v", "T", "steps")}
+        if own < self.slices:
+            S = self.find_new(stage, S)
+        self.wait(_barrier_of(smem, "late"), 0)
+        finish_writes()
+        self.meet("new")
+        self.fetch(n + 1, count)
+        dc, dbeta = self.of_dout(stage) if own == 0 else self.of_new(stage)
+        self.meet("pairs")
+        kz, products = dc * 0, lane_zeros()
+        if own < self.halves:
+            states = self.read_states(stage)
+            self.meet("read")
+            self.fetch_late(n + 1, count)
+            sums, products = self.finish(stage, self.first + n, *states)
+            dc, dbeta, kz = dc + sums[0], dbeta + sums[1], sums[2]
+        else:
+            self.meet("read")
+            self.fetch_late(n + 1, count)
+        to = self.at.square(self.refs.numbers, self.first + n).at[own]
+        for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, kz)):
+            to.at[row][...] = v
+        self.at.square(self.refs.of_states, self.first + n).at[own][...] = products
+        return S
+
+    def find_new(self, stage: dict[str, Any], S: Any) -> Any:
+        """Finds the own channels of S and N, and stores them; the next S."""
+        steps, k, narrow = stage["steps"], stage["k"], S.astype(_BF16)
+        v = stage["v"].at[pl.ds(self.own, 1)]
+        reading = start([accumulator(CHUNK)], [narrow], k, transposed=True)
+        store_tile(self.smem.S.at[self.own], narrow)
+        making = _new_values(stage | {"v": v}, reading)
+        decayed, to_end = S * _of_end(steps), _columns(steps, _TO_END)
+        sync_tiles()  # all warps have read v
+        (new,) = finish(making)
+        adding = start([decayed], [new * to_end], k)
+        store_tile(v, new.astype(_BF16), transposed=True)
+        return finish(adding)[0]
+
+    def times_new(self, name: str, stage: dict[str, Any]) -> Any:
+        """dO Nᵀ or dV Nᵀ, (CHUNK, CHUNK)."""
+        total = accumulator(CHUNK)
+        for part in range(self.slices):
+            channels = pl.ds(part, 1)
+            left, new = getattr(self.smem, name).at[channels], stage["v"].at[channels]
+            (total,) = multiply([total], [left], new, transposed=True)
+        return total
+
+    def sums(self, steps: Any, h: Any) -> tuple[Any, Any]:
+        """What h adds to dc, and Σ_i h[i,j], (CHUNK,) each."""
+        columns = self.smem.columns.at[self.own]
+        for first in range(0, CHUNK, 32):
+            store_column_sums(columns, first, h[:, first : first + 32])
+        dc = jnp.sum(h * _columns(steps, _BETA), axis=1)
+        sync_tiles()
+        of_later = sum(plgpu.load(columns.at[n], layout=ROWS) for n in range(WARPS))
+        return dc - plgpu.load(steps.at[_BETA], layout=ROWS) * of_later, of_later
+
+    def of_dout(self, stage: dict[str, Any]) -> tuple[Any, Any]:
+        """Stores G; what dP ∘ P adds to dc and dβ."""
+        steps = stage["steps"]
+        dP = self.times_new("dout", stage) * (_decays(steps) * self.call.scale)
+        store_tile(self.smem.G, (dP * _columns(steps, _BETA)).astype(_BF16))
+        (P,) = multiply([accumulator(CHUNK)], [stage["q"]], stage["k"], transposed=True)
+        of_all = dP * P
         # The diagonal would enter both sums of dc, and cancel but for its rounding.
         h = of_all * jnp.exp2(causal(accumulator(CHUNK), first=1))
-        dbeta = jnp.sum(of_all - h, axis=1)
-        dc = jnp.sum(h * _columns(steps, _BETA), axis=1)
-        for first in range(0, CHUNK, 32):
-            store_column_sums(smem.columns, first, h[:, first : first + 32])
-        F = -M * _decays(steps, strict=True) * _columns(steps, _BETA)
-        G = dP * _decays(steps) * _columns(steps, _BETA)
-        store_tile(smem.G, F.astype(_BF16))
-        sync_tiles()
-        both = load_left(smem.G) + load_left(smem.G, transposed=True)
-        sync_tiles()
-        store_tile(smem.G, G.astype(_BF16))
-        of_later = sum(plgpu.load(smem.columns.at[n], layout=ROWS) for n in range(WARPS))
-        dc, dbeta = dc - beta * of_later, dbeta + of_later
-        left = jnp.exp2(steps[_C, CHUNK - 1] - number(_C))
-        kz, products = [], lane_zeros()
-        for half in range(halves):
-            first = half * KEYS
-            dq, w, z = [accumulator(KEYS)] * 3
-            for part in range(slices):
-                wait_for_copies(of_states)
-                dq, w = multiply([dq, w], [dout.at[part], dV.at[part]], smem.S)
-                (z,) = multiply([z], [new.at[part]], smem.dS)
-                for column in range(0, KEYS, _PIECE):
-                    pieces = (load_left(v, columns=(column, _PIECE)) for v in (smem.S, smem.dS))
-                    S, dS = map(to_fp32, pieces)
-                    products = products + lane_sums(S * dS)
-                sync_tiles()  # all warps have read S and dS
-                if part < slices - 1:
-                    fetch(half, part + 1)
-                elif half < halves - 1:
-                    fetch(half + 1, 0)
-            dq = dq * over_rows(E * call.scale, KEYS)
-            dc = dc + _row_sums(dq, smem.q, first)
-            of_w, of_z = E * _row_sums(w, smem.k, first), left * _row_sums(z, smem.k, first)
-            dc, dbeta = dc - of_w, dbeta + of_z
-            kz.append(beta * of_z)
-            dk = z * over_rows(to_end, KEYS) - w * over_rows(E, KEYS)
-            dq, dk = multiply([dq, dk], [smem.G, both], smem.k, first=first)
-            turned = load_left(smem.G, transposed=True)
-            (dk,) = multiply([dk], [turned], smem.q, first=first)
-            for ref, v in ((refs.dq, dq), (refs.dk, dk)):
-                to = ref.at[at.batch, _tokens(chunk), at.head]
-                store_matrix(to.at[:, pl.ds(first, KEYS)], v)
-        to = at.square(refs.numbers, chunk)
-        for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, sum(kz))):
-            to.at[row][...] = v
-        at.square(refs.of_states, chunk)[...] = products * _of_end(steps)
+        diagonal = jnp.sum(of_all - h, axis=1)
+        dc, of_later = self.sums(steps, h)
+        return dc, of_later + diagonal
 
-    of_values, square = tile(CHUNK, SLICE, _BF16, stages=slices), tile(CHUNK, CHUNK, _BF16)
-    scratch = dict.fromkeys(names, of_values) | dict.fromkeys(("S", "dS", "G"), square)
-    scratch |= dict.fromkeys(("q", "k"), tile(CHUNK, call.keys, _BF16))
-    scratch |= {
-        "steps": plgpu.SMEM((4, CHUNK), _F32),
-        "columns": plgpu.SMEM((WARPS, CHUNK), _F32),
-    }
-    square = (CHUNK, CHUNK), _BF16
-    copied = [*_tiles(call, "q k").values(), *[square] * (len(names) * slices)]
-    scratch |= copies_barrier("own_arrived", copied)
-    scratch |= copies_barrier("states_arrived", [square] * 2)
-    of_chunks, like = (call.batch, call.heads, call.chunks), jax.ShapeDtypeStruct
+    def of_new(self, stage: dict[str, Any]) -> tuple[Any, Any]:
+        """Stores F; what −M ∘ a adds to dc and dβ."""
+        steps, k = stage["steps"], stage["k"]
+        M = self.times_new("dV", stage) * -_decays(steps, strict=True)
+        store_tile(stage["T"], (M * _columns(steps, _BETA)).astype(_BF16))
+        (a,) = multiply([accumulator(CHUNK)], [k], k, transposed=True)
+        return self.sums(steps, M * a)
+
+    def read_states(self, stage: dict[str, Any]) -> tuple[Any, ...]:
+        """dO Sᵀ, dV Sᵀ and N dSᵀ, (CHUNK, KEYS) each, and lanes' parts of S · dS."""
+        smem, first = self.smem, self.own * KEYS
+        dq, w, z = [accumulator(KEYS)] * 3
+        products = lane_zeros()
+        for part in range(self.slices):
+            channels = pl.ds(part, 1)
+            lefts = [smem.dout.at[channels], smem.dV.at[channels]]
+            first_two = start([dq, w], lefts, smem.S.at[part], first=first)
+            third = start([z], [stage["v"].at[channels]], smem.dS.at[part], first=first)
+            for column in range(first, first + KEYS, _PIECE):
+                pair = smem.S.at[part], smem.dS.at[part]
+                S, dS = (to_fp32(load_left(v, columns=(column, _PIECE))) for v in pair)
+                products = products + lane_sums(S * dS)
+            (dq, w), (z,) = finish(first_two, later=1), finish(third)
+        return dq, w, z, products
+
+    def finish(
+        self, stage: dict[str, Any], chunk: Any, dq: Any, w: Any, z: Any, products: Any
+    ) -> tuple[tuple[Any, Any, Any], Any]:
+        """Writes dQ and dK; what is added to dc, dβ and β · (K · Z), and lanes' parts of dg."""
+        smem, q, k, steps, first = (
+            self.smem,
+            stage["q"],
+            stage["k"],
+            stage["steps"],
+            self.own * KEYS,
+        )
+        number = lambda row: plgpu.load(steps.at[row], layout=ROWS)
+        left = jnp.exp2(steps[_C, CHUNK - 1] - number(_C))
+        dq = dq * _rows(steps, _E, KEYS, self.call.scale)
+        dc = _row_sums(dq, q, first) - number(_E) * _row_sums(w, k, first)
+        dbeta = left * _row_sums(z, k, first)
+        dk = z * _rows(steps, _TO_END, KEYS) - w * _rows(steps, _E, KEYS)
+        both = load_left(stage["T"]) + load_left(stage["T"], transposed=True)
+        dq, dk = multiply([dq, dk], [smem.G, both], k, first=first)
+        (dk,) = multiply([dk], [load_left(smem.G, transposed=True)], q, first=first)
+        tokens = self.at.batch, _tokens(chunk), self.at.head, pl.ds(first, KEYS)
+        results = (self.refs.dq, q, dq), (self.refs.dk, k, dk)
+        if self.call.rank > 1:
+            for ref, _, v in results:
+                store_matrix(ref.at[tokens], v)
+        else:  # these channels of q and k are no longer needed
+            sync_tiles()
+            own = pl.ds(self.own, 1)
+            for _, of, v in results:
+                store_tile(of.at[own], v.astype(_BF16))
+            sync_tiles()
+            for ref, of, _ in results:
+                write_tile(of.at[own], ref.at[tokens])
+        return (dc, dbeta, number(_BETA) * dbeta), products * _of_end(steps)
+
+
+def _barrier_of(smem: Any, name: str, slot: Any = None) -> Any:
+    barrier = getattr(smem, name, None)
+    return barrier if slot is None or barrier is None else barrier.at[slot]
+
+
+def _launch_grads(call: _Call, dout: Any, states: Any, after: Any, dV: Any, T: Any) -> Any:
+    """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
+
+    def kernel(refs: Any, smem: Any) -> None:
+        _by_role(*(lambda n=n: _Grads(call, refs, smem, n).run() for n in range(2)))
+
+    of_chunks, like = (call.batch, call.heads, call.chunks, 2), jax.ShapeDtypeStruct
     of_heads = like(
         (call.batch, call.tokens, call.heads, call.keys), _BF16 if call.rank == 1 else _F32
     )
@@ -695,9 +784,10 @@ def _launch_grads(call: _Call, dout: Any, before: Any, new: Any, after: Any, dV:
         "numbers": like((*of_chunks, 3, CHUNK), _F32),
         "of_states": like((*of_chunks, LANES), _F32),
     }
-    ins = {"q": call.q, "k": call.k, "steps": call.steps, "dout": dout}
-    ins |= {"before": before, "new": new, "after": after, "dV": dV}
-    return _launch(kernel, "bwd", ins, outs, scratch, int(np.prod(of_chunks)))
+    ins = {"q": call.q, "k": call.k, "v": call.v, "T": T, "steps": call.steps}
+    ins |= {"states": states, "dout": dout, "after": after, "dV": dV}
+    grid = call.batch * call.heads * states.shape[1]
+    return _launch(kernel, "bwd", ins, outs, _grads_scratch(call), grid, warpgroups=2)
 
 
 def launch_fwd(
@@ -742,17 +832,17 @@ def launch_bwd(
     call = _Call(options, q, k, v, cut, beta)
     T = _inverses(call)
     of_values = call.of_values(dout)
-    before, new = _launch_states(call, call.states(states), T)
     ends = _launch_reverse(call, of_values, _one(call, dfinal), T)
-    grads = _launch_grads(call, of_values, before, new, ends["after"], ends["dV"])
+    of_chunks = ends["after"], ends["dV"], T
+    grads = _launch_grads(call, of_values, call.states(states), *of_chunks)
     dq, dk = (call.cut_keys(grads[name], _F32) for name in ("dq", "dk"))
     if options.qk_l2norm:
         wide = tuple(x.astype(_F32) for x in (q, k))
         _, vjp = jax.vjp(lambda q, k: (unit_length(q), unit_length(k)), *wide)
         dq, dk = (x.astype(dq.dtype) for x in vjp((dq.astype(_F32), dk.astype(_F32))))
-    numbers = grads["numbers"]
+    numbers = grads["numbers"].sum(3)
     dg = jnp.cumsum(numbers[..., _DC, ::-1], axis=-1)[..., ::-1]
-    dg = dg + grads["of_states"].sum(-1)[..., None]
+    dg = dg + grads["of_states"].sum((-2, -1))[..., None]
     dg = dg.at[..., 1:].add(jnp.cumsum(numbers[..., _KZ, :-1], axis=-1))
     dg, dbeta = call.cut_steps(dg), call.cut_steps(numbers[..., _DBETA, :])
     if g is not None:
