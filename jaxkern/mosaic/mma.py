@@ -920,18 +920,25 @@ class _Operand:
     """A tile as wgmma reads it: descriptors of 16 of its columns, or of 16 of its rows."""
 
     def __init__(self, ref: Any):
-        word, wide = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        word = ir.IntegerType.get_signless(32)
         strides = ir.MemRefType(ref.type).get_strides_and_offset()[0]
         self._block, row = 2 * strides[0], 2 * strides[1]
         assert row == 2 * WIDTH, strides
-        address = arith.extui(wide, llvm.ptrtoint(word, mgpu_utils.memref_ptr(ref)))
-        self._start = arith.andi(arith.shrui(address, _i64(4)), _i64(0x3FFF))
+        # Anew: else a loop would hold the descriptors of all operands.
+        address = mgpu_utils.inline_ptx(
+            "mov.u32 $0, $1;",
+            llvm.ptrtoint(word, mgpu_utils.memref_ptr(ref)),
+            result_types=word,
+            has_side_effects=True,
+        )
+        self._start = arith.andi(arith.shrui(address, i32(4)), i32(0x3FFF))
 
     def _at(self, offset: int, leading: int) -> Any:
         """The descriptor at an offset in bytes: rows of 8 are 1024 bytes apart."""
-        fixed = (1 << 62) | ((8 * 2 * WIDTH >> 4) << 32) | ((leading >> 4) << 16)
-        fixed -= 1 << 64 if fixed >= 1 << 63 else 0
-        return arith.ori(arith.addi(self._start, _i64(offset >> 4)), _i64(fixed))
+        wide = ir.IntegerType.get_signless(64)
+        low = arith.addi(self._start, i32((leading >> 4) << 16 | offset >> 4))
+        high = (1 << 30 | 8 * 2 * WIDTH >> 4) << 32
+        return arith.ori(arith.extui(wide, low), arith.constant(wide, high))
 
     def across(self, k: int, first: int = 0) -> Any:
         """The `k`-th 16 columns, which are multiplied, from row `first` on."""
@@ -943,10 +950,6 @@ class _Operand:
         block, column = divmod(first, WIDTH)
         assert column == 0, first
         return self._at(block * self._block + 16 * k * 2 * WIDTH, self._block)
-
-
-def _i64(value: int) -> Any:
-    return arith.constant(ir.IntegerType.get_signless(64), value)
 
 
 def _rounded(v: Any, dtype: Any) -> Any:

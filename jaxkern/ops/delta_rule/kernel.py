@@ -59,6 +59,7 @@ from jaxkern.mosaic.mma import (
     load_left,
     load_transposed,
     multiply,
+    rows_of,
     start,
     start_copies,
     store_matrix,
@@ -564,13 +565,11 @@ def _grads_scratch(call: _Call) -> dict[str, Any]:
         if name != "steps"
     }
     scratch |= {"steps": plgpu.SMEM((_SLOTS, *early["steps"][0]), _F32)}
-    scratch |= {name: tile(*late[name][0], _BF16) for name in ("dout", "dV")}
-    of_state = tile(SLICE, call.keys, _BF16, stages=call.slices)
-    scratch |= {"S": of_state, "dS": of_state, "G": tile(CHUNK, CHUNK, _BF16)}
+    scratch |= {name: tile(*shape, dtype) for name, (shape, dtype) in late.items()}
+    scratch |= {"S": tile(*late["dS"][0], _BF16), "G": tile(CHUNK, CHUNK, _BF16)}
     scratch |= {"columns": plgpu.SMEM((2, WARPS, CHUNK), _F32)} | _MEETINGS.scratch()
     scratch |= copies_barrier("early", early.values(), _SLOTS)
-    of_states = [((SLICE, call.keys), _BF16)] * call.slices
-    return scratch | copies_barrier("late", [late["dout"], late["dV"], *of_states])
+    return scratch | copies_barrier("late", late.values())
 
 
 class _Grads:
@@ -598,8 +597,8 @@ class _Grads:
         finish_writes()
 
     def fetch(self, n: Any, count: Any) -> None:
-        """The first warpgroup starts to fetch what is needed to find N."""
-        if self.own:
+        """The second warpgroup, which has less to do, starts to fetch what is needed to find N."""
+        if not self.own:
             return
         at, smem, refs, chunk, slot = self.at, self.smem, self.refs, self.first + n, lax.rem(n, 2)
         copies = [(at.keys(getattr(refs, name), chunk), getattr(smem, name)) for name in "qk"]
@@ -609,18 +608,16 @@ class _Grads:
         start_copies(pairs, _barrier_of(smem, "early", slot), n < count)
 
     def fetch_late(self, n: Any, count: Any) -> None:
-        """The first warpgroup starts to fetch what it is needed for."""
-        if self.own:
+        """It starts to fetch what N is needed for."""
+        if not self.own:
             return
-        at, smem, chunk = self.at, self.smem, self.first + n
-        names = "dout", "dV"
-        pairs = [(at.all_values(getattr(self.refs, x), chunk), getattr(smem, x)) for x in names]
-        for part in range(self.slices):
-            pairs.append((at.turned(self.refs.after, chunk, part), smem.dS.at[part]))
+        at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
+        pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
+        pairs.append((refs.after.at[at.batch, chunk, at.head], smem.dS))
         start_copies(pairs, _barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
-        if not (lanes_copy() and self.own):
+        if self.own or not lanes_copy():
             wait_for_copies(barrier, later)
 
     def meet(self, name: str) -> None:
@@ -661,7 +658,7 @@ class _Grads:
         steps, k, narrow = stage["steps"], stage["k"], S.astype(_BF16)
         v = stage["v"].at[pl.ds(self.own, 1)]
         reading = start([accumulator(CHUNK)], [narrow], k, transposed=True)
-        store_tile(self.smem.S.at[self.own], narrow)
+        store_tile(rows_of(self.smem.S, self.own * SLICE, SLICE), narrow)
         making = _new_values(stage | {"v": v}, reading)
         decayed, to_end = S * _of_end(steps), _columns(steps, _TO_END)
         sync_tiles()  # all warps have read v
@@ -669,15 +666,6 @@ class _Grads:
         adding = start([decayed], [new * to_end], k)
         store_tile(v, new.astype(_BF16), transposed=True)
         return finish(adding)[0]
-
-    def times_new(self, name: str, stage: dict[str, Any]) -> Any:
-        """dO Nᵀ or dV Nᵀ, (CHUNK, CHUNK)."""
-        total = accumulator(CHUNK)
-        for part in range(self.slices):
-            channels = pl.ds(part, 1)
-            left, new = getattr(self.smem, name).at[channels], stage["v"].at[channels]
-            (total,) = multiply([total], [left], new, transposed=True)
-        return total
 
     def sums(self, steps: Any, h: Any) -> tuple[Any, Any]:
         """What h adds to dc, and Σ_i h[i,j], (CHUNK,) each."""
@@ -692,7 +680,9 @@ class _Grads:
     def of_dout(self, stage: dict[str, Any]) -> tuple[Any, Any]:
         """Stores G; what dP ∘ P adds to dc and dβ."""
         steps = stage["steps"]
-        dP = self.times_new("dout", stage) * (_decays(steps) * self.call.scale)
+        dout, new = self.smem.dout, stage["v"]
+        (dP,) = multiply([accumulator(CHUNK)], [dout], new, transposed=True)
+        dP = dP * (_decays(steps) * self.call.scale)
         store_tile(self.smem.G, (dP * _columns(steps, _BETA)).astype(_BF16))
         (P,) = multiply([accumulator(CHUNK)], [stage["q"]], stage["k"], transposed=True)
         of_all = dP * P
@@ -705,7 +695,8 @@ class _Grads:
     def of_new(self, stage: dict[str, Any]) -> tuple[Any, Any]:
         """Stores F; what −M ∘ a adds to dc and dβ."""
         steps, k = stage["steps"], stage["k"]
-        M = self.times_new("dV", stage) * -_decays(steps, strict=True)
+        (M,) = multiply([accumulator(CHUNK)], [self.smem.dV], stage["v"], transposed=True)
+        M = M * -_decays(steps, strict=True)
         store_tile(stage["T"], (M * _columns(steps, _BETA)).astype(_BF16))
         (a,) = multiply([accumulator(CHUNK)], [k], k, transposed=True)
         return self.sums(steps, M * a)
@@ -713,19 +704,15 @@ class _Grads:
     def read_states(self, stage: dict[str, Any]) -> tuple[Any, ...]:
         """dO Sᵀ, dV Sᵀ and N dSᵀ, (CHUNK, KEYS) each, and lanes' parts of S · dS."""
         smem, first = self.smem, self.own * KEYS
-        dq, w, z = [accumulator(KEYS)] * 3
+        first_two = start([accumulator(KEYS)] * 2, [smem.dout, smem.dV], smem.S, first=first)
+        third = start([accumulator(KEYS)], [stage["v"]], smem.dS, first=first)
         products = lane_zeros()
         for part in range(self.slices):
-            channels = pl.ds(part, 1)
-            lefts = [smem.dout.at[channels], smem.dV.at[channels]]
-            first_two = start([dq, w], lefts, smem.S.at[part], first=first)
-            third = start([z], [stage["v"].at[channels]], smem.dS.at[part], first=first)
+            of_part = [rows_of(v, part * SLICE, SLICE) for v in (smem.S, smem.dS)]
             for column in range(first, first + KEYS, _PIECE):
-                pair = smem.S.at[part], smem.dS.at[part]
-                S, dS = (to_fp32(load_left(v, columns=(column, _PIECE))) for v in pair)
+                S, dS = (to_fp32(load_left(v, columns=(column, _PIECE))) for v in of_part)
                 products = products + lane_sums(S * dS)
-            (dq, w), (z,) = finish(first_two, later=1), finish(third)
-        return dq, w, z, products
+        return *finish(first_two, later=1), *finish(third), products
 
     def finish(
         self, stage: dict[str, Any], chunk: Any, dq: Any, w: Any, z: Any, products: Any
