@@ -36,7 +36,7 @@ from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
 from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir, ptx
 from jaxkern.mosaic.ring import close_copies, start_copy
-from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
+from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, COLUMNS, TILE, without_wgmma
 
 UNIT = 8
 """Elements of a unit of 16 bytes."""
@@ -330,8 +330,7 @@ class Handoffs:
         if interpreted():
             plgpu.barrier_arrive(smem.handoffs.at[self.names.index(name)])
             return
-        if _by_wgmma():
-            ptx("fence.proxy.async.shared::cta;")
+        fence_tiles()
         ptx(f"bar.arrive {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
 
     def take(self, smem: Any, name: str) -> None:
@@ -358,8 +357,7 @@ class Meetings:
             plgpu.barrier_arrive(smem.meetings.at[number])
             plgpu.barrier_wait(smem.meetings.at[number])
             return
-        if _by_wgmma():
-            ptx("fence.proxy.async.shared::cta;")
+        fence_tiles()
         ptx(f"bar.sync {_FIRST_BARRIER + number}, {2 * LANES};")
 
 
@@ -412,6 +410,12 @@ def write_tile(source: Any, into: Any) -> None:
             llvm.store(value, to, alignment=VECTOR_BYTES)
 
     copy(source, into)
+
+
+def fence_tiles() -> None:
+    """Before a barrier: makes what this lane stored to tiles visible to products and copies."""
+    if _by_wgmma():
+        ptx("fence.proxy.async.shared::cta;")
 
 
 def finish_writes() -> None:
@@ -635,18 +639,33 @@ def start(
     return Products(list(run(right, *accs, *lefts)), [])
 
 
-def finish(products: Products, later: int = 0) -> list[jax.Array]:
-    """Waits for products, and for all before them; `later` were started after them."""
+def finish(
+    products: Products, later: int = 0, *, ready: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """Waits for products, and for all before them; returns their accumulators, and `ready`.
+
+    Args:
+      products: which run.
+      later: how many of :func:`start` were called after them.
+      ready: arrays that are to be in registers before: accumulators, and numbers of columns.
+    """
     if not _by_wgmma():
-        return products.accs
-    held = [*products.accs, *products.lefts]
+        return [*products.accs, *ready]
+    accs, held = products.accs, [*products.accs, *products.lefts]
+    layouts: Any = [TILE if v.ndim == 2 else COLUMNS for v in (*held, *ready)]
+    types = (
+        plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=layout)
+        for v, layout in zip((*held, *ready), layouts, strict=True)
+    )
 
-    @inline_mlir(*[TILE] * len(held), returns=tuple(tile_type(v.shape, v.dtype) for v in held))
-    def wait(*held: Any) -> Any:
+    @inline_mlir(*layouts, returns=tuple(types))
+    def wait(*arrays: Any) -> Any:
+        loaded = _barrier(*arrays[len(held) :]) if ready else ()
         nvvm.wgmma_wait_group_sync_aligned(later)
-        return _barrier(*held)
+        return *_barrier(*arrays[: len(held)]), *loaded
 
-    return list(wait(*held))[: len(products.accs)]
+    found = list(wait(*held, *ready))
+    return found[: len(accs)] + found[len(held) :]
 
 
 def _barrier(*arrays: Any) -> tuple[Any, ...]:

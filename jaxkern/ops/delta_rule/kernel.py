@@ -51,6 +51,7 @@ from jaxkern.mosaic.mma import (
     TileRing,
     accumulator,
     copies_barrier,
+    fence_tiles,
     finish,
     finish_writes,
     invert_unit_lower,
@@ -259,9 +260,14 @@ def _rows(steps: Any, row: int, columns: int, times: float = 1) -> Any:
     return over_rows(number if times == 1 else number * times, columns)
 
 
+def _of_columns(steps: Any, row: int) -> Any:
+    """(CHUNK,): numbers of the tokens that are columns."""
+    return plgpu.load(steps.at[row], layout=COLUMNS)
+
+
 def _columns(steps: Any, row: int, times: float = 1) -> Any:
     """(64, CHUNK): numbers of the tokens that are the columns."""
-    number = plgpu.load(steps.at[row], layout=COLUMNS)
+    number = _of_columns(steps, row)
     return over_columns(number if times == 1 else number * times, CHUNK)
 
 
@@ -361,9 +367,16 @@ def _by_role(*roles: Any) -> None:
 def _new_values(stage: dict[str, Any], reading: Any) -> Any:
     """Starts Nᵀ = (V − E ∘ (K S))ᵀ Tᵀ, (SLICE, CHUNK), from (K S)ᵀ."""
     v = to_fp32(load_left(stage["v"], transposed=True))
-    E = _columns(stage["steps"], _E)
-    (read,) = finish(reading)
-    return start([accumulator(CHUNK)], [v - read * E], stage["T"], transposed=True)
+    read, v, E = finish(reading, ready=[v, _of_columns(stage["steps"], _E)])
+    left = v - read * over_columns(E, SLICE)
+    return start([accumulator(CHUNK)], [left], stage["T"], transposed=True)
+
+
+def _next_state(stage: dict[str, Any], S: Any, making: Any) -> tuple[Any, Any]:
+    """Starts the next Sᵀ, from that before and Nᵀ, which it returns, too."""
+    ready = [S * _of_end(stage["steps"]), _of_columns(stage["steps"], _TO_END)]
+    new, decayed, to_end = finish(making, ready=ready)
+    return start([decayed], [new * over_columns(to_end, SLICE)], stage["k"]), new
 
 
 _SCANNED = Handoffs(("state", "state read", "new", "new read"))
@@ -376,7 +389,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     Two warpgroups: one scans, and hands Sᵀ and N to the other, which makes the output.
     """
     grid = call.batch * call.heads * call.slices
-    other = 2 * SLICE * call.keys + _SQUARE
+    other = 2 * SLICE * call.keys + 3 * _SQUARE
     of_both = _tiles(call, "k v T"), _tiles(call, "q k")
     scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
@@ -390,28 +403,32 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
                 pl.when(lax.rem(chunk, SAVED) == 0)(lambda: store_matrix(to, S, transposed=True))
             narrow = S.astype(_BF16)
             reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
+            pl.when(chunk > 0)(lambda: hand.give(smem, "new"))
             pl.when(chunk > 0)(lambda: hand.take(smem, "state read"))
             store_tile(smem.S, narrow)
-            hand.give(smem, "state")
             fetch()
             making = _new_values(stage, reading)
-            decayed, to_end = S * _of_end(stage["steps"]), _columns(stage["steps"], _TO_END)
-            (new,) = finish(making)
-            adding = start([decayed], [new * to_end], stage["k"])
+            hand.give(smem, "state")
+            adding, new = _next_state(stage, S, making)
             pl.when(chunk > 0)(lambda: hand.take(smem, "new read"))
             store_tile(smem.N, new.astype(_BF16), transposed=True)
-            hand.give(smem, "new")
             return finish(adding)[0]
 
+        def write(chunk: Any) -> None:
+            write_tile(smem.out.at[lax.rem(chunk, 2)], at.values(refs.out, chunk, part))
+
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
-            steps, more = stage["steps"], chunk < call.chunks - 1
-            pairs = start([accumulator(CHUNK)], [stage["q"]], stage["k"], transposed=True)
+            steps, more, q = stage["steps"], chunk < call.chunks - 1, load_left(stage["q"])
+            pairs = start([accumulator(CHUNK)], [q], stage["k"], transposed=True)
+            fence_tiles()
             hand.take(smem, "state")
-            reading = start([accumulator(SLICE)], [stage["q"]], smem.S, transposed=True)
+            reading = start([accumulator(SLICE)], [q], smem.S, transposed=True)
             fetch()
+            finish_writes()
+            pl.when(chunk > 0)(lambda: write(chunk - 1))
             D = _decays(steps) * _columns(steps, _BETA, call.scale)
             E = _rows(steps, _E, SLICE, call.scale)
-            (P,) = finish(pairs, later=1)
+            P, D = finish(pairs, later=1, ready=[D])
             P = (P * D).astype(_BF16)
             (out,) = finish(reading)
             pl.when(more)(lambda: hand.give(smem, "state read"))
@@ -419,20 +436,20 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             hand.take(smem, "new")
             (out,) = multiply([out], [P], smem.N)
             pl.when(more)(lambda: hand.give(smem, "new read"))
-            own = stage["q"].at[pl.ds(0, 1)]
-            store_tile(own, out.astype(_BF16))
-            sync_tiles()
-            write_tile(own, at.values(refs.out, chunk, part))
+            store_tile(smem.out.at[lax.rem(chunk, 2)], out.astype(_BF16))
             return _
 
         def run_scan() -> None:
             S = _first(refs.initial, at, 0, part, call.keys)
             of = _Scan(call, scanned, refs, smem, at)
             S = of.loop(call.chunks, lambda n: n, part, scan, S)
+            hand.give(smem, "new")
             store_matrix(at.state(refs.final, 0, part), S, transposed=True)
 
         def run_outputs() -> None:
             _Scan(call, made, refs, smem, at).loop(call.chunks, lambda n: n, part, make, None)
+            sync_tiles()
+            write(call.chunks - 1)
             finish_writes()
 
         _by_role(run_scan, run_outputs)
@@ -445,6 +462,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     }
     scratch = scanned.scratch() | made.scratch() | _SCANNED.scratch()
     scratch |= {"S": tile(SLICE, call.keys, _BF16), "N": tile(CHUNK, SLICE, _BF16)}
+    scratch |= {"out": tile(CHUNK, SLICE, _BF16, stages=2)}
     return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=2)
 
 
@@ -458,7 +476,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
     Two warpgroups: one scans, and gets Pᵀ dO and E ∘ dO from the other.
     """
     grid = call.batch * call.heads * call.slices
-    other = 2 * SLICE * call.keys + 3 * _SQUARE
+    other = 4 * SLICE * call.keys + 4 * _SQUARE
     of_both = _tiles(call, "q k T"), _tiles(call, "q k dout")
     scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
@@ -470,25 +488,30 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             steps, narrow = stage["steps"], dS.astype(_BF16)
             reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
             fetch()
-            decayed, to_end = dS * _of_end(steps), _columns(steps, _TO_END)
+            decayed, to_end = dS * _of_end(steps), _of_columns(steps, _TO_END)
             finish_writes()
+            fence_tiles()
             hand.take(smem, "pairs")
-            adding = start([decayed], [smem.weighted], stage["q"])
+            pl.when(chunk < last)(lambda: write(chunk + 1))
+            store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
             dN = to_fp32(load_left(smem.X))
-            store_tile(smem.dS, narrow)
-            (read,) = finish(reading, later=1)
-            making = start([accumulator(CHUNK)], [dN + read * to_end], stage["T"])
-            E = _columns(steps, _E, -1)
+            read, dN, to_end = finish(reading, ready=[dN, to_end])
+            adding = start([decayed], [smem.weighted], stage["q"])
+            dN = dN + read * over_columns(to_end, SLICE)
+            making = start([accumulator(CHUNK)], [dN], stage["T"])
+            E = _of_columns(steps, _E)
             (dS,) = finish(adding, later=1)
-            (dV,) = finish(making)
-            adding = start([dS], [dV * E], stage["k"])
-            store_tile(smem.dV, dV.astype(_BF16), transposed=True)
-            sync_tiles()
-            write_tile(smem.dV, at.values(refs.dV, chunk, part))
-            write_tile(smem.dS, at.turned(refs.after, chunk, part))
+            dV, E = finish(making, ready=[E])
+            adding = start([dS], [-dV * over_columns(E, SLICE)], stage["k"])
+            store_tile(smem.dV.at[lax.rem(chunk, 2)], dV.astype(_BF16), transposed=True)
             (dS,) = finish(adding)
             pl.when(chunk > 0)(lambda: hand.give(smem, "done"))
             return dS
+
+        def write(chunk: Any) -> None:
+            slot = lax.rem(chunk, 2)
+            write_tile(smem.dV.at[slot], at.values(refs.dV, chunk, part))
+            write_tile(smem.dS.at[slot], at.turned(refs.after, chunk, part))
 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             steps = stage["steps"]
@@ -511,6 +534,8 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             dS = _first(refs.dfinal, at, 0, part, call.keys)
             of = _Scan(call, scanned, refs, smem, at)
             dS = of.loop(call.chunks, lambda n: last - n, part, scan, dS)
+            sync_tiles()
+            write(0)
             finish_writes()
             store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
 
@@ -529,8 +554,9 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         "dinitial": call.states_like(1),
     }
     scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
-    scratch |= {"X": tile(SLICE, CHUNK, _BF16), "dV": tile(CHUNK, SLICE, _BF16)}
-    scratch |= {"dS": tile(SLICE, call.keys, _BF16), "weighted": tile(SLICE, CHUNK, _BF16)}
+    scratch |= dict.fromkeys(("X", "weighted"), tile(SLICE, CHUNK, _BF16))
+    scratch |= {"dV": tile(CHUNK, SLICE, _BF16, stages=2)}
+    scratch |= {"dS": tile(SLICE, call.keys, _BF16, stages=2)}
     return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=2)
 
 
@@ -655,15 +681,13 @@ class _Grads:
 
     def find_new(self, stage: dict[str, Any], S: Any) -> Any:
         """Finds the own channels of S and N, and stores them; the next S."""
-        steps, k, narrow = stage["steps"], stage["k"], S.astype(_BF16)
+        k, narrow = stage["k"], S.astype(_BF16)
         v = stage["v"].at[pl.ds(self.own, 1)]
         reading = start([accumulator(CHUNK)], [narrow], k, transposed=True)
         store_tile(rows_of(self.smem.S, self.own * SLICE, SLICE), narrow)
         making = _new_values(stage | {"v": v}, reading)
-        decayed, to_end = S * _of_end(steps), _columns(steps, _TO_END)
         sync_tiles()  # all warps have read v
-        (new,) = finish(making)
-        adding = start([decayed], [new * to_end], k)
+        adding, new = _next_state(stage, S, making)
         store_tile(v, new.astype(_BF16), transposed=True)
         return finish(adding)[0]
 
