@@ -413,16 +413,17 @@ def test_delta_rule_what_a_part_does_to_a_state(by_channel):
 
 
 def test_delta_rule_saved_states():
-    """Besides the arguments, a float32 state of every `SAVED_EVERY`-th token."""
+    """Besides the arguments, a float32 state of every `SAVED_EVERY`-th token, and T of chunks."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)
     options = DeltaRuleOptions(False, "auto", 1.0, save=True)
     run = lambda *a: reference.reference_fwd(options, *a, None, None, None, None, None)
     length = 2 * SAVED_EVERY + 1
-    out, final, states = jax.eval_shape(
+    out, final, states, T = jax.eval_shape(
         run, shape(2, length, 1, 4), shape(2, length, 1, 4), shape(2, length, 1, 3, 5)
     )
     assert (out.shape, out.dtype, final) == ((2, length, 1, 3, 5), jnp.bfloat16, None)
     assert (states.shape, states.dtype) == ((2, 3, 1, 3, 4, 5), jnp.float32)
+    assert (T.shape, T.dtype) == ((2, 10, 1, 3, 64, 64), jnp.bfloat16)  # an even number of chunks
 
 
 @exhaustive

@@ -718,7 +718,7 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
     Args:
       lower: (2, 64, PADDED), fp32 in shared memory, of which 64 columns count. What is not below
         the diagonal does not count; the inverses overwrite it.
-      into: (2, 64, 64) in global memory, 16 bits.
+      into: (2, 64, 64) in global memory, 16 bits; the matrices may lie apart.
     """
     n = 2 * HALF
     if interpreted():
@@ -865,6 +865,7 @@ def _write_lower(lower: Any, into: Any) -> None:
     to = mgpu_utils.getelementptr(
         mgpu_utils.memref_ptr(into), [arith.addi(arith.muli(row, i32(2 * HALF)), column)], dtype
     )
+    apart = ir.MemRefType(into.type).get_strides_and_offset()[0][0]
     kind, quad = ir.VectorType.get((UNIT,), dtype), ir.VectorType.get((4,), f32)
     zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(dtype, 0)))
     for first in range(0, 4 * HALF, LANES // UNITS):
@@ -879,7 +880,8 @@ def _write_lower(lower: Any, into: Any) -> None:
         value = arith.truncf(kind, mgpu_utils.vector_concat(parts))
         if first % (2 * HALF) < HALF:
             value = arith.select(right, zeros, value)
-        there = mgpu_utils.getelementptr(to, [first * 2 * HALF], dtype)
+        matrix, of_matrix = divmod(first, 2 * HALF)
+        there = mgpu_utils.getelementptr(to, [matrix * apart + of_matrix * 2 * HALF], dtype)
         llvm.store(value, there, alignment=VECTOR_BYTES)
 
 

@@ -67,18 +67,19 @@ def _forward(run: Any, axes: Any, options: DeltaRuleOptions, *args: Any) -> Any:
     *floats, first, rank, crossed = args
     rank, begins = own_rank(axes, Sections(1), rank)
     before = _before(run, axes, options, begins, *floats, first, rank, crossed)
-    out, final, *states = run(options, *floats, before, rank, crossed)
-    return out, only_if(is_last(axes), final), *states
+    out, final, *saved = run(options, *floats, before, rank, crossed)
+    return out, only_if(is_last(axes), final), *saved
 
 
 def _backward(run: Any, axes: Any, options: DeltaRuleOptions, *args: Any) -> Any:
-    *floats, first, rank, crossed, states, dout, dfinal = args
+    *floats, first, rank, crossed, states, inverses, dout, dfinal = args
     q, k, _, g, beta = floats
     rank, begins = own_rank(axes, Sections(1), rank)
     carry = run(options, q, k, g, beta, dout, rank, of=BWD_CARRY)
     after = _carried(axes, begins, carry, dfinal, reverse=True)
     before = states[:, 0].astype(after.dtype)
-    *dfloats, dfirst, _, _ = run(options, *floats, before, rank, crossed, states, dout, after)
+    saved = states, inverses
+    *dfloats, dfirst, _, _ = run(options, *floats, before, rank, crossed, *saved, dout, after)
     dfirst = None if first is None else only_if(is_first(axes), dfirst)
     return *dfloats, dfirst, None, None
 

@@ -84,6 +84,7 @@ from jaxkern.mosaic.wgmma import (
 )
 from jaxkern.ops.chunks import chunk_sums_of, cut_decays, padded, unless_finite
 from jaxkern.ops.delta_rule.reference import (
+    KERNEL_CHUNK,
     SAVED_EVERY,
     DeltaRuleOptions,
     clipped_decays,
@@ -92,12 +93,14 @@ from jaxkern.ops.delta_rule.reference import (
     unit_length,
 )
 
-CHUNK = 64
+CHUNK = KERNEL_CHUNK
 """Tokens of a chunk: the rows of an accumulator."""
 SLICE = 64
 """Value channels of a block that scans."""
 KEYS = 64
 """Key channels that are padded to, and whose gradients are found at once."""
+MOST_VALUES = 2 * SLICE
+"""The most value channels of a head in the last kernel: SLICE of each warpgroup."""
 MOST_KEYS = 128
 """The most key channels: the state of a block is (SLICE, K) in registers."""
 PAIR = 2
@@ -237,9 +240,13 @@ class _At:
         """(CHUNK, V)."""
         return ref.at[self.batch, _tokens(chunk), self.head]
 
-    def square(self, ref: Any, chunk: Any) -> Any:
-        """Steps, T or numbers of a chunk."""
+    def numbers(self, ref: Any, chunk: Any) -> Any:
+        """Steps or numbers of a chunk."""
         return ref.at[self.batch, self.head, chunk]
+
+    def matrix(self, ref: Any, chunk: Any) -> Any:
+        """T, or all of a transposed state."""
+        return ref.at[self.batch, chunk, self.head]
 
     def turned(self, ref: Any, chunk: Any, part: Any) -> Any:
         """(SLICE, K) of transposed states."""
@@ -290,7 +297,7 @@ def _tiles(call: _Call, names: str) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _inverses(call: _Call) -> Any:
-    """T of all chunks, (B, H, chunks, CHUNK, CHUNK)."""
+    """T of all chunks, (B, chunks, H, CHUNK, CHUNK)."""
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.chunks // PAIR)
@@ -298,7 +305,7 @@ def _inverses(call: _Call) -> Any:
         copies = []
         for n in range(PAIR):
             copies.append((at.keys(refs.k, first + n), smem.k.at[n]))
-            copies.append((at.square(refs.steps, first + n), smem.steps.at[n]))
+            copies.append((at.numbers(refs.steps, first + n), smem.steps.at[n]))
         arrived = getattr(smem, "arrived", None)
         start_copies(copies, arrived)
         wait_for_copies(arrived)
@@ -308,14 +315,14 @@ def _inverses(call: _Call) -> Any:
             A = A * _decays(steps) * _columns(steps, _BETA)
             store_matrix(smem.A.at[n, :, pl.ds(0, CHUNK)], A)
         sync_tiles()
-        invert_unit_lower(smem.A, refs.T.at[at.batch, at.head, pl.ds(first, PAIR)])
+        invert_unit_lower(smem.A, refs.T.at[at.batch, pl.ds(first, PAIR), at.head])
 
     scratch = copies_barrier("arrived", [*_tiles(call, "k").values()] * PAIR) | {
         "k": tile(CHUNK, call.keys, _BF16, stages=PAIR),
         "steps": plgpu.SMEM((PAIR, 4, CHUNK), _F32),
         "A": plgpu.SMEM((PAIR, CHUNK, PADDED), _F32),
     }
-    shape = call.batch, call.heads, call.chunks, CHUNK, CHUNK
+    shape = call.batch, call.chunks, call.heads, CHUNK, CHUNK
     outs = {"T": jax.ShapeDtypeStruct(shape, _BF16)}
     grid = call.batch * call.heads * call.chunks // PAIR
     ins = {"k": call.k, "steps": call.steps}
@@ -335,7 +342,7 @@ class _Scan:
     def sources(self, chunk: Any, part: Any) -> dict[str, Any]:
         """Parts of arrays that the ring fetches for a chunk."""
         of = {"q": self.at.keys, "k": self.at.keys}
-        of |= dict.fromkeys(("steps", "T"), self.at.square)
+        of |= {"steps": self.at.numbers, "T": self.at.matrix}
         values = lambda ref, chunk: self.at.values(ref, chunk, part)
         return {
             name: of.get(name, values)(getattr(self.refs, name), chunk) for name in self.ring.tiles
@@ -420,16 +427,15 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             steps, more, q = stage["steps"], chunk < call.chunks - 1, load_left(stage["q"])
             pairs = start([accumulator(CHUNK)], [q], stage["k"], transposed=True)
+            D = _decays(steps) * _columns(steps, _BETA, call.scale)
+            E = _rows(steps, _E, SLICE, call.scale)
+            P = (finish(pairs)[0] * D).astype(_BF16)
             fence_tiles()
             hand.take(smem, "state")
             reading = start([accumulator(SLICE)], [q], smem.S, transposed=True)
             fetch()
             finish_writes()
             pl.when(chunk > 0)(lambda: write(chunk - 1))
-            D = _decays(steps) * _columns(steps, _BETA, call.scale)
-            E = _rows(steps, _E, SLICE, call.scale)
-            P, D = finish(pairs, later=1, ready=[D])
-            P = (P * D).astype(_BF16)
             (out,) = finish(reading)
             pl.when(more)(lambda: hand.give(smem, "state read"))
             out = out * E
@@ -492,13 +498,13 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             finish_writes()
             fence_tiles()
             hand.take(smem, "pairs")
-            pl.when(chunk < last)(lambda: write(chunk + 1))
-            store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
             dN = to_fp32(load_left(smem.X))
             read, dN, to_end = finish(reading, ready=[dN, to_end])
             adding = start([decayed], [smem.weighted], stage["q"])
             dN = dN + read * over_columns(to_end, SLICE)
             making = start([accumulator(CHUNK)], [dN], stage["T"])
+            pl.when(chunk < last)(lambda: write(chunk + 1))
+            store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
             E = _of_columns(steps, _E)
             (dS,) = finish(adding, later=1)
             dV, E = finish(making, ready=[E])
@@ -628,7 +634,8 @@ class _Grads:
             return
         at, smem, refs, chunk, slot = self.at, self.smem, self.refs, self.first + n, lax.rem(n, 2)
         copies = [(at.keys(getattr(refs, name), chunk), getattr(smem, name)) for name in "qk"]
-        copies += [(at.square(getattr(refs, x), chunk), getattr(smem, x)) for x in ("T", "steps")]
+        copies.append((at.matrix(refs.T, chunk), smem.T))
+        copies.append((at.numbers(refs.steps, chunk), smem.steps))
         copies.append((at.all_values(refs.v, chunk), smem.v))
         pairs = [(source, to.at[slot]) for source, to in copies]
         start_copies(pairs, _barrier_of(smem, "early", slot), n < count)
@@ -639,7 +646,7 @@ class _Grads:
             return
         at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
         pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
-        pairs.append((refs.after.at[at.batch, chunk, at.head], smem.dS))
+        pairs.append((at.matrix(refs.after, chunk), smem.dS))
         start_copies(pairs, _barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
@@ -673,10 +680,10 @@ class _Grads:
         else:
             self.meet("read")
             self.fetch_late(n + 1, count)
-        to = self.at.square(self.refs.numbers, self.first + n).at[own]
+        to = self.at.numbers(self.refs.numbers, self.first + n).at[own]
         for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, kz)):
             to.at[row][...] = v
-        self.at.square(self.refs.of_states, self.first + n).at[own][...] = products
+        self.at.numbers(self.refs.of_states, self.first + n).at[own][...] = products
         return S
 
     def find_new(self, stage: dict[str, Any], S: Any) -> Any:
@@ -803,20 +810,24 @@ def _launch_grads(call: _Call, dout: Any, states: Any, after: Any, dV: Any, T: A
 
 def launch_fwd(
     options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed
-) -> tuple[Any, Any, Any]:
-    """Output, final state and, to save, states; as the reference."""
+) -> tuple[Any, Any, Any, Any]:
+    """Output, final state and, to save, states and T; as the reference."""
     args = q, k, v, g, beta, initial_state, rank, crossed
     if v.size == 0:
         return reference_fwd(options, *args)
     call = _Call(options, q, k, v, _cut(g, v, rank), beta)
-    results = _launch_scan(call, _one(call, initial_state), _inverses(call), save=options.save)
+    T = _inverses(call)
+    results = _launch_scan(call, _one(call, initial_state), T, save=options.save)
     out, final = call.cut_values(results["out"]), call.cut_states(results["final"][:, 0])
-    states = call.cut_states(results["states"]) if options.save else None
+    states, inverses = None, None
+    if options.save:
+        states = call.cut_states(results["states"])
+        inverses = T.reshape(*T.shape[:2], call.groups, call.rank, CHUNK, CHUNK)
     found = out, final if options.final else None, states
-    if rank is None:
-        return found
-    plain = functools.partial(reference_fwd, options)
-    return unless_finite([final], found, plain, (*args[:7], None))
+    if rank is not None:
+        plain = lambda *args: reference_fwd(options, *args)[:3]
+        found = unless_finite([final], found, plain, (*args[:7], None))
+    return *found, inverses
 
 
 def _one(call: _Call, state: Any) -> Any:
@@ -833,15 +844,29 @@ def _cut(g: Any, v: Any, rank: Any) -> Any:
 
 
 def launch_bwd(
-    options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
+    options: DeltaRuleOptions,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    rank,
+    crossed,
+    states,
+    T,
+    dout,
+    dfinal,
 ) -> tuple[Any, ...]:
     """The gradients, as the reference."""
-    args = q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
+    args = q, k, v, g, beta, initial_state, rank, crossed, states, T, dout, dfinal
     if v.size == 0:
         return reference_bwd(options, *args)
+    if v.shape[-1] > MOST_VALUES:
+        return _bwd_of_parts(options, *args)
     cut = _cut(g, v, rank)
     call = _Call(options, q, k, v, cut, beta)
-    T = _inverses(call)
+    T = T.reshape(*T.shape[:2], call.heads, CHUNK, CHUNK)
     of_values = call.of_values(dout)
     ends = _launch_reverse(call, of_values, _one(call, dfinal), T)
     of_chunks = ends["after"], ends["dV"], T
@@ -869,5 +894,43 @@ def launch_bwd(
     if rank is None:
         return found
     plain = functools.partial(reference_bwd, options)
-    given = *args[:7], None, states, dout, dfinal
+    given = *args[:7], None, states, None, dout, dfinal
     return unless_finite([dg, dbeta, dinitial], found, plain, given)
+
+
+def _bwd_of_parts(
+    options: DeltaRuleOptions, q, k, v, g, beta, first, rank, crossed, states, T, dout, dfinal
+) -> tuple[Any, ...]:
+    """The gradients where a head has more value channels than the last kernel takes.
+
+    Channels do not meet: parts of them are heads with the same q, k, g and β.
+    """
+    channels, rank_of_v = v.shape[-1], v.shape[-2]
+    parts = -(-channels // MOST_VALUES)
+    width = _up(-(-channels // parts), SLICE)
+
+    def cut(x: Any) -> Any:
+        if x is None:
+            return None
+        x = padded(x, x.ndim - 1, parts * width).reshape(*x.shape[:-1], parts, width)
+        return x.reshape(*x.shape[:-3], rank_of_v * parts, width)
+
+    def cut_state(x: Any) -> Any:
+        return None if x is None else jnp.swapaxes(cut(jnp.swapaxes(x, -3, -2)), -3, -2)
+
+    def join(x: Any) -> Any:
+        x = x.reshape(*x.shape[:-2], rank_of_v, parts * width)
+        return x[..., :channels]
+
+    repeat = lambda x: None if x is None else jnp.repeat(x, parts, axis=3)
+    total = lambda x: None if x is None else x.reshape(*x.shape[:-1], rank_of_v, parts).sum(-1)
+    dq, dk, dv, dg, dbeta, dfirst, *_ = launch_bwd(
+        options,
+        *(q, k, cut(v), repeat(g), repeat(beta), cut_state(first), rank, crossed),
+        *(cut_state(states), repeat(T), cut(dout), cut_state(dfinal)),
+    )
+    if rank_of_v == 1:
+        dq, dk = dq.astype(q.dtype), dk.astype(k.dtype)
+    if dfirst is not None:
+        dfirst = jnp.swapaxes(join(jnp.swapaxes(dfirst, -3, -2)), -3, -2)
+    return dq, dk, join(dv), total(dg), total(dbeta), dfirst, None, None

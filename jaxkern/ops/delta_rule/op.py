@@ -258,19 +258,19 @@ def _by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
 
 
 def _delta_rule(q, k, v, g, beta, initial_state, rank, crossed, options):
-    out, final, _ = FORWARD(options, q, k, v, g, beta, initial_state, rank, crossed)
+    out, final, *_ = FORWARD(options, q, k, v, g, beta, initial_state, rank, crossed)
     return match_sharding(out, v), final
 
 
 def _delta_rule_fwd(q, k, v, g, beta, initial_state, rank, crossed, options):
     args = q, k, v, g, beta, initial_state, rank, crossed
-    out, final, states = FORWARD(dataclasses.replace(options, save=True), *args)
-    return (match_sharding(out, v), final), (args, states)
+    out, final, *saved = FORWARD(dataclasses.replace(options, save=True), *args)
+    return (match_sharding(out, v), final), (args, saved)
 
 
 def _delta_rule_bwd(options, res, cotangents):
-    args, states = res
-    grads = BACKWARD(options, *args, states, *cotangents)
+    args, saved = res
+    grads = BACKWARD(options, *args, *saved, *cotangents)
     return tuple(
         None if grad is None else match_primal(grad, arg).astype(arg.dtype)
         for grad, arg in zip(grads, args, strict=True)
@@ -292,7 +292,8 @@ def _arguments(options: DeltaRuleOptions) -> tuple[str, ...]:
     return _KEYS, _KEYS, _VALUES, *steps, _ends(options), "b l", "b l"
 
 
-_STATES = "b l g r k v"
+_SAVED = "b l g r k v", "b l g r t u"
+"""The factors of states and of T."""
 
 
 def _unfit(options: DeltaRuleOptions, q, k, v, g, *rest) -> str | None:
@@ -304,8 +305,8 @@ FORWARD = KernelPass(
     kernel=launch_fwd,
     reference=reference_fwd,
     ins=_arguments,
-    outs=lambda options: (_VALUES, _ends(options), _STATES),
-    whole="l k v s .0",
+    outs=lambda options: (_VALUES, _ends(options), *_SAVED),
+    whole="l k v s t u .0",
     sequence=devices.forward,
     unfit=_unfit,
 )
@@ -313,9 +314,9 @@ BACKWARD = KernelPass(
     "gated_delta_rule_bwd",
     kernel=launch_bwd,
     reference=reference_bwd,
-    ins=lambda options: (*_arguments(options), _STATES, _VALUES, _ends(options)),
+    ins=lambda options: (*_arguments(options), *_SAVED, _VALUES, _ends(options)),
     outs=_arguments,
-    whole="l k v s .0",
+    whole="l k v s t u .0",
     sequence=devices.backward,
     unfit=_unfit,
 )

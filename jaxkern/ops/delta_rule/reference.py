@@ -30,6 +30,9 @@ SAVED_EVERY = 256
 """Tokens from one state that is kept for the backward to the next. A state is K·V fp32: at K = V =
 128 256 bytes a token and head, where q, k and v in bf16 have 768."""
 
+KERNEL_CHUNK = 64
+"""Tokens of a chunk in the kernels, which save T of each: 128 bytes a token and head."""
+
 BLOCK = 16
 """The most tokens of a block of a chunk, whose part of the triangular system is inverted. Where
 channels of a key have decays of their own, they share an anchor, too."""
@@ -299,20 +302,39 @@ def delta_rule_reference(options: DeltaRuleOptions, *args: Any) -> tuple[Any, An
 
 def reference_fwd(
     options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed
-) -> tuple[Any, Any, Any]:
-    """Output, final state and, to save, states; ``None`` for what is not asked for.
+) -> tuple[Any, Any, Any, Any]:
+    """Output, final state and, to save, states and T; ``None`` for what is not asked for.
 
     Of states the final one is (B, G, R, K, V), with `num_segments` (B, S, G, R, K, V), and those to
-    save (B, c, G, R, K, V).
+    save (B, c, G, R, K, V). T is what kernels save, zeros here.
     """
-    return scan_fwd(options, Tokens.of(q, k, v, g, beta), None, initial_state, rank, crossed)[:3]
+    args = options, Tokens.of(q, k, v, g, beta), None, initial_state, rank, crossed
+    T = None
+    if options.save:
+        chunks = -(-v.shape[1] // (2 * KERNEL_CHUNK)) * 2
+        shape = (v.shape[0], chunks, *v.shape[2:4], KERNEL_CHUNK, KERNEL_CHUNK)
+        T = vary_over(jnp.zeros(shape, jnp.bfloat16), varying(v))
+    return *scan_fwd(*args)[:3], T
 
 
 def reference_bwd(
-    options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed, states, dout, dfinal
+    options: DeltaRuleOptions,
+    q,
+    k,
+    v,
+    g,
+    beta,
+    initial_state,
+    rank,
+    crossed,
+    states,
+    T,
+    dout,
+    dfinal,
 ) -> tuple[Any, ...]:
     """The gradients; that of the initial state and, where several heads share them, of q and k in
     fp32."""
+    del T
     tokens, given = Tokens.of(q, k, v, g, beta), (rank, crossed, states, dout, dfinal)
     (dq, dk, *others), _, dinitial = scan_bwd(options, tokens, None, initial_state, *given)
     if v.shape[3] == 1:
@@ -330,7 +352,7 @@ def reference_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[jax
     values, wider = v.shape[-1], _with_identity(v, k.shape[-1])
     last = dataclasses.replace(options, final=True, save=False)
     start = _identity(Tokens.of(k, k, wider, g, beta), values)
-    _, state, _ = reference_fwd(last, k, k, wider, g, beta, start, rank, None)
+    state = reference_fwd(last, k, k, wider, g, beta, start, rank, None)[1]
     return state[..., values:], state[..., :values], _whole(rank, state)
 
 
@@ -345,7 +367,7 @@ def reference_bwd_carry(
     after = _identity(Tokens.of(q, k, wider, g, beta), values)
     last = dataclasses.replace(options, final=True, save=False)
     args = q, k, jnp.zeros_like(wider), g, beta, jnp.zeros_like(after), rank, None
-    *_, state, _, _ = reference_bwd(last, *args, None, wider, after)
+    *_, state, _, _ = reference_bwd(last, *args, None, None, wider, after)
     return state[..., values:], state[..., :values], _whole(rank, state)
 
 
