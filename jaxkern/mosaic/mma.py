@@ -237,7 +237,7 @@ class TileRing:
         all_tiles, shared = functools.reduce(operator.or_, tiles), _by_wgmma()
         rings = [all_tiles] if shared else tiles
         sizes = (math.prod(x) * jnp.dtype(t).itemsize for ring in rings for x, t in ring.values())
-        blocks = WARPGROUPS // len(tiles) if grid > num_sms() else 1
+        blocks = max(1, WARPGROUPS // len(tiles)) if grid > num_sms() else 1
         # A byte more is Mosaic's own, and sizes are rounded up.
         room = (shared_memory() + RESERVED) // blocks - RESERVED - 256 - other
         stages = max(1, min(STAGES, room // sum(sizes)))
@@ -313,10 +313,10 @@ _FIRST_BARRIER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Handoffs:
-    """Barriers by which one warpgroup of two lets the other go on: as often as this one waits.
+    """Barriers by which one warpgroup lets another go on: as often as this one waits.
 
-    What the first stored to shared memory is then there for the other, and what it read may be
-    written.
+    What the first read from shared memory may then be written, and what it stored is there: to
+    tiles, which products and copies read, if it called :func:`fence_tiles`.
     """
 
     names: tuple[str, ...]
@@ -330,7 +330,6 @@ class Handoffs:
         if interpreted():
             plgpu.barrier_arrive(smem.handoffs.at[self.names.index(name)])
             return
-        fence_tiles()
         ptx(f"bar.arrive {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
 
     def take(self, smem: Any, name: str) -> None:
