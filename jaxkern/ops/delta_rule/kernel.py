@@ -386,10 +386,8 @@ def _next_state(stage: dict[str, Any], S: Any, making: Any) -> tuple[Any, Any]:
     return start([decayed], [new * over_columns(to_end, SLICE)], stage["k"]), new
 
 
-_SCANNED = Handoffs(
-    ("state", "state read", "new", "new read", "pairs", "pairs read", "done"),
-)
-"""To the warpgroup that makes outputs, and back; from the one that scans to the third."""
+_SCANNED = Handoffs(("state", "state read", "new", "new read", "pairs", "pairs read"))
+"""To the warpgroup that makes outputs, and back: from the one that scans, and from the third."""
 
 
 def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, Any]:
@@ -424,9 +422,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             store_tile(smem.N, new.astype(_BF16), transposed=True)
             fence_tiles()
             hand.give(smem, "new")
-            (S,) = finish(adding)
-            pl.when(chunk < last)(lambda: hand.give(smem, "done"))
-            return S
+            return finish(adding)[0]
 
         def write(chunk: Any) -> None:
             write_tile(smem.out.at[lax.rem(chunk, 2)], at.values(refs.out, chunk, part))
@@ -437,6 +433,8 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             fence_tiles()
             hand.take(smem, "state")
             reading = start([accumulator(SLICE)], [stage["q"]], smem.S, transposed=True)
+            # The scan and this warpgroup are done with the chunk before.
+            pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
             pl.when(chunk > 0)(lambda: write(chunk - 1))
             E = _rows(stage["steps"], _E, SLICE, call.scale)
             (out,) = finish(reading)
@@ -446,7 +444,6 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             hand.take(smem, "new")
             (out,) = multiply([out], [smem.P], smem.N)
             pl.when(chunk < last)(lambda: hand.give(smem, "new read"))
-            pl.when(chunk < last)(lambda: hand.give(smem, "pairs read"))
             store_tile(smem.out.at[lax.rem(chunk, 2)], out.astype(_BF16))
             return _
 
@@ -459,7 +456,6 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             store_tile(smem.P, (P * D).astype(_BF16))
             fence_tiles()
             hand.give(smem, "pairs")
-            pl.when(chunk > 0)(lambda: hand.take(smem, "done"))
             fetch()
             return _
 
@@ -492,7 +488,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=3)
 
 
-_REVERSED = Handoffs(("pairs", "pairs read", "weighted", "done", "stored"))
+_REVERSED = Handoffs(("pairs", "pairs read", "weighted", "stored"))
 """From the warpgroup that makes Pᵀ dO, and back; from the one that makes E ∘ dO, and back."""
 
 
@@ -532,9 +528,7 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
             dV, E = finish(making, ready=[E])
             adding = start([dS], [-dV * over_columns(E, SLICE)], stage["k"])
             store_tile(smem.dV.at[slot], dV.astype(_BF16), transposed=True)
-            (dS,) = finish(adding)
-            pl.when(chunk > 0)(lambda: hand.give(smem, "done"))
-            return dS
+            return finish(adding)[0]
 
         def pair(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             steps = stage["steps"]
@@ -557,19 +551,15 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         def weigh(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             dout = to_fp32(load_left(stage["dout"], transposed=True))
             dout = dout * _columns(stage["steps"], _E, call.scale)
-            pl.when(chunk < last)(lambda: hand.take(smem, "done"))
-            finish_writes()  # of two chunks before, whose memory the next have
+            # The scan is done with the chunk before, and has stored its results.
+            pl.when(chunk < last)(lambda: hand.take(smem, "stored"))
+            finish_writes()  # of two chunks before, whose memory this one's have
             store_tile(smem.weighted, dout.astype(_BF16))
             fence_tiles()
             hand.give(smem, "weighted")
             fetch()
-
-            @pl.when(chunk < last)
-            def _() -> None:
-                hand.take(smem, "stored")
-                write(chunk + 1)
-
-            return None
+            pl.when(chunk < last)(lambda: write(chunk + 1))
+            return _
 
         def run_scan() -> None:
             dS = _first(refs.dfinal, at, 0, part, call.keys)
