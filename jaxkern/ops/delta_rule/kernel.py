@@ -386,24 +386,23 @@ def _next_state(stage: dict[str, Any], S: Any, making: Any) -> tuple[Any, Any]:
     return start([decayed], [new * over_columns(to_end, SLICE)], stage["k"]), new
 
 
-_SCANNED = Handoffs(("state", "state read", "new", "new read", "pairs", "pairs read"))
-"""To the warpgroup that makes outputs, and back: from the one that scans, and from the third."""
+_SCANNED = Handoffs(("state", "state read", "new", "new read"))
+"""From the warpgroup that scans to the one that makes outputs, and back."""
 
 
 def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, Any]:
     """The output, the final state and, to save, the states before every SAVED-th chunk.
 
-    Of three warpgroups one scans, and hands Sᵀ and N to the second, which makes the output. The
-    third makes P, and has the TMA copy.
+    Two warpgroups: one scans, and hands Sᵀ and N to the other, which makes the output.
     """
     grid = call.batch * call.heads * call.slices
-    other = 2 * SLICE * call.keys + 4 * _SQUARE
-    of_all = _tiles(call, "k v T"), _tiles(call, "q"), _tiles(call, "q k")
-    scanned, made, paired = TileRing.of(other, grid, *of_all, fetcher=2)
+    other = 2 * SLICE * call.keys + 3 * _SQUARE
+    of_both = _tiles(call, "k v T"), _tiles(call, "q k")
+    scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
-        (part,), hand, last = at.own, _SCANNED, call.chunks - 1
+        (part,), hand = at.own, _SCANNED
 
         def scan(chunk: Any, stage: dict[str, Any], S: Any, fetch: Any) -> Any:
             if save:
@@ -428,35 +427,24 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             write_tile(smem.out.at[lax.rem(chunk, 2)], at.values(refs.out, chunk, part))
 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
-            fetch()
-            finish_writes()
+            steps, more, q = stage["steps"], chunk < call.chunks - 1, load_left(stage["q"])
+            pairs = start([accumulator(CHUNK)], [q], stage["k"], transposed=True)
+            D = _decays(steps) * _columns(steps, _BETA, call.scale)
+            E = _rows(steps, _E, SLICE, call.scale)
+            P = (finish(pairs)[0] * D).astype(_BF16)
             fence_tiles()
             hand.take(smem, "state")
-            reading = start([accumulator(SLICE)], [stage["q"]], smem.S, transposed=True)
-            # The scan and this warpgroup are done with the chunk before.
-            pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
-            pl.when(chunk > 0)(lambda: write(chunk - 1))
-            E = _rows(stage["steps"], _E, SLICE, call.scale)
-            (out,) = finish(reading)
-            pl.when(chunk < last)(lambda: hand.give(smem, "state read"))
-            out = out * E
-            hand.take(smem, "pairs")
-            hand.take(smem, "new")
-            (out,) = multiply([out], [smem.P], smem.N)
-            pl.when(chunk < last)(lambda: hand.give(smem, "new read"))
-            store_tile(smem.out.at[lax.rem(chunk, 2)], out.astype(_BF16))
-            return _
-
-        def pair(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
-            steps = stage["steps"]
-            pairs = start([accumulator(CHUNK)], [stage["q"]], stage["k"], transposed=True)
-            D = _decays(steps) * _columns(steps, _BETA, call.scale)
-            (P,) = finish(pairs)
-            pl.when(chunk > 0)(lambda: hand.take(smem, "pairs read"))
-            store_tile(smem.P, (P * D).astype(_BF16))
-            fence_tiles()
-            hand.give(smem, "pairs")
+            reading = start([accumulator(SLICE)], [q], smem.S, transposed=True)
             fetch()
+            finish_writes()
+            pl.when(chunk > 0)(lambda: write(chunk - 1))
+            (out,) = finish(reading)
+            pl.when(more)(lambda: hand.give(smem, "state read"))
+            out = out * E
+            hand.take(smem, "new")
+            (out,) = multiply([out], [P], smem.N)
+            pl.when(more)(lambda: hand.give(smem, "new read"))
+            store_tile(smem.out.at[lax.rem(chunk, 2)], out.astype(_BF16))
             return _
 
         def run_scan() -> None:
@@ -468,13 +456,10 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
         def run_outputs() -> None:
             _Scan(call, made, refs, smem, at).loop(call.chunks, lambda n: n, part, make, None)
             sync_tiles()
-            write(last)
+            write(call.chunks - 1)
             finish_writes()
 
-        def run_pairs() -> None:
-            _Scan(call, paired, refs, smem, at).loop(call.chunks, lambda n: n, part, pair, None)
-
-        _by_role(run_scan, run_outputs, run_pairs)
+        _by_role(run_scan, run_outputs)
 
     ins = {"q": call.q, "k": call.k, "v": call.v, "steps": call.steps, "T": T}
     outs = {
@@ -482,104 +467,92 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
         "final": call.states_like(1),
         "states": call.states_like(-(-call.chunks // SAVED)) if save else None,
     }
-    scratch = scanned.scratch() | made.scratch() | paired.scratch() | _SCANNED.scratch()
+    scratch = scanned.scratch() | made.scratch() | _SCANNED.scratch()
     scratch |= {"S": tile(SLICE, call.keys, _BF16), "N": tile(CHUNK, SLICE, _BF16)}
-    scratch |= {"P": tile(CHUNK, CHUNK, _BF16), "out": tile(CHUNK, SLICE, _BF16, stages=2)}
-    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=3)
+    scratch |= {"out": tile(CHUNK, SLICE, _BF16, stages=2)}
+    return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=2)
 
 
-_REVERSED = Handoffs(("pairs", "pairs read", "weighted", "stored"))
-"""From the warpgroup that makes Pᵀ dO, and back; from the one that makes E ∘ dO, and back."""
+_REVERSED = Handoffs(("pairs", "done"))
+"""From the warpgroup that makes Pᵀ dO to the one that scans, and back."""
 
 
 def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, Any]:
     """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk.
 
-    Of three warpgroups one scans. It gets Pᵀ dO from the second, and E ∘ dO from the third, which
-    has the TMA copy.
+    Two warpgroups: one scans, and gets Pᵀ dO and E ∘ dO from the other.
     """
     grid = call.batch * call.heads * call.slices
     other = 4 * SLICE * call.keys + 4 * _SQUARE
-    of_all = _tiles(call, "q k T"), _tiles(call, "q k dout"), _tiles(call, "dout")
-    scanned, paired, weighed = TileRing.of(other, grid, *of_all, fetcher=2)
+    of_both = _tiles(call, "q k T"), _tiles(call, "q k dout")
+    scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
     def kernel(refs: Any, smem: Any) -> None:
         at = _At(call, call.slices)
         (part,), hand, last = at.own, _REVERSED, call.chunks - 1
 
         def scan(chunk: Any, stage: dict[str, Any], dS: Any, fetch: Any) -> Any:
-            steps, slot, narrow = stage["steps"], lax.rem(chunk, 2), dS.astype(_BF16)
+            steps, narrow = stage["steps"], dS.astype(_BF16)
             reading = start([accumulator(CHUNK)], [narrow], stage["k"], transposed=True)
-            fence_tiles()
-            pl.when(chunk < last)(lambda: hand.give(smem, "stored"))
             fetch()
             decayed, to_end = dS * _of_end(steps), _of_columns(steps, _TO_END)
+            finish_writes()
+            fence_tiles()
             hand.take(smem, "pairs")
             dN = to_fp32(load_left(smem.X))
             read, dN, to_end = finish(reading, ready=[dN, to_end])
-            pl.when(chunk > 0)(lambda: hand.give(smem, "pairs read"))
-            hand.take(smem, "weighted")
             adding = start([decayed], [smem.weighted], stage["q"])
             dN = dN + read * over_columns(to_end, SLICE)
             making = start([accumulator(CHUNK)], [dN], stage["T"])
-            store_tile(smem.dS.at[slot], narrow)
+            pl.when(chunk < last)(lambda: write(chunk + 1))
+            store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
             E = _of_columns(steps, _E)
             (dS,) = finish(adding, later=1)
             dV, E = finish(making, ready=[E])
             adding = start([dS], [-dV * over_columns(E, SLICE)], stage["k"])
-            store_tile(smem.dV.at[slot], dV.astype(_BF16), transposed=True)
-            return finish(adding)[0]
-
-        def pair(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
-            steps = stage["steps"]
-            pairs = start([accumulator(CHUNK)], [stage["k"]], stage["q"], transposed=True)
-            fetch()
-            c = _columns(steps, _C) - _rows(steps, _C, CHUNK)
-            D = jnp.exp2(causal(c, transposed=True)) * _rows(steps, _BETA, CHUNK, call.scale)
-            (P,) = finish(pairs)
-            (X,) = multiply([accumulator(SLICE)], [P * D], stage["dout"])
-            pl.when(chunk < last)(lambda: hand.take(smem, "pairs read"))
-            store_tile(smem.X, X.astype(_BF16), transposed=True)
-            hand.give(smem, "pairs")
-            return _
+            store_tile(smem.dV.at[lax.rem(chunk, 2)], dV.astype(_BF16), transposed=True)
+            (dS,) = finish(adding)
+            pl.when(chunk > 0)(lambda: hand.give(smem, "done"))
+            return dS
 
         def write(chunk: Any) -> None:
             slot = lax.rem(chunk, 2)
             write_tile(smem.dV.at[slot], at.values(refs.dV, chunk, part))
             write_tile(smem.dS.at[slot], at.turned(refs.after, chunk, part))
 
-        def weigh(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
+        def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
+            steps = stage["steps"]
+            pairs = start([accumulator(CHUNK)], [stage["k"]], stage["q"], transposed=True)
+            c = _columns(steps, _C) - _rows(steps, _C, CHUNK)
+            D = jnp.exp2(causal(c, transposed=True)) * _rows(steps, _BETA, CHUNK, call.scale)
+            (P,) = finish(pairs)
+            making = start([accumulator(SLICE)], [P * D], stage["dout"])
             dout = to_fp32(load_left(stage["dout"], transposed=True))
-            dout = dout * _columns(stage["steps"], _E, call.scale)
-            # The scan is done with the chunk before, and has stored its results.
-            pl.when(chunk < last)(lambda: hand.take(smem, "stored"))
-            finish_writes()  # of two chunks before, whose memory this one's have
+            dout = dout * _columns(steps, _E, call.scale)
+            (X,) = finish(making)
+            pl.when(chunk < last)(lambda: hand.take(smem, "done"))
+            store_tile(smem.X, X.astype(_BF16), transposed=True)
             store_tile(smem.weighted, dout.astype(_BF16))
             fence_tiles()
-            hand.give(smem, "weighted")
+            hand.give(smem, "pairs")
             fetch()
-            pl.when(chunk < last)(lambda: write(chunk + 1))
             return _
 
         def run_scan() -> None:
             dS = _first(refs.dfinal, at, 0, part, call.keys)
             of = _Scan(call, scanned, refs, smem, at)
             dS = of.loop(call.chunks, lambda n: last - n, part, scan, dS)
-            fence_tiles()
-            hand.give(smem, "stored")
-            store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
-
-        def run(ring: TileRing, step: Any) -> None:
-            of = _Scan(call, ring, refs, smem, at)
-            of.loop(call.chunks, lambda n: last - n, part, step, None)
-
-        def run_weigh() -> None:
-            run(weighed, weigh)
-            hand.take(smem, "stored")
+            sync_tiles()
             write(0)
             finish_writes()
+            store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
 
-        _by_role(run_scan, lambda: run(paired, pair), run_weigh)
+        def run_pairs() -> None:
+            _Scan(call, made, refs, smem, at).loop(
+                call.chunks, lambda n: last - n, part, make, None
+            )
+
+        _by_role(run_scan, run_pairs)
 
     ins = {"q": call.q, "k": call.k, "dout": dout, "steps": call.steps, "T": T}
     of_values = jax.ShapeDtypeStruct(call.v.shape, _BF16)
@@ -588,11 +561,11 @@ def _launch_reverse(call: _Call, dout: Any, dfinal: Any, T: Any) -> dict[str, An
         "dV": of_values,
         "dinitial": call.states_like(1),
     }
-    scratch = scanned.scratch() | paired.scratch() | weighed.scratch() | _REVERSED.scratch()
+    scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
     scratch |= dict.fromkeys(("X", "weighted"), tile(SLICE, CHUNK, _BF16))
     scratch |= {"dV": tile(CHUNK, SLICE, _BF16, stages=2)}
     scratch |= {"dS": tile(SLICE, call.keys, _BF16, stages=2)}
-    return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=3)
+    return _launch(kernel, "reverse", ins | {"dfinal": dfinal}, outs, scratch, grid, warpgroups=2)
 
 
 _DC, _DBETA, _KZ = range(3)
