@@ -32,7 +32,7 @@ def memory_for_all(monkeypatch):
         (train.decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
         (
             layers.main,
-            "--d-model 16 --calls 2 --only auto,jaxkern-scan,",
+            "--layer mamba2 --calls 2 --only auto,jaxkern-scan,",
             "implementation",
             "2 × 64",
         ),
@@ -232,7 +232,7 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
 
 
 def test_another_result_is_refused(monkeypatch):
-    def wrong(implementation, sizes):
+    def wrong(implementation, job):
         factor = 1.0 if implementation == "xla" else 1.5
         return lambda weights: weights, lambda weights, x: factor * x
 
@@ -240,6 +240,18 @@ def test_another_result_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"output: relative error 5.0e-01 against plain JAX"):
         layers.measure(LAYER)
     assert layers.measure(dataclasses.replace(LAYER, contender="xla"))["both_us"] > 0
+
+
+@pytest.mark.exhaustive
+def test_layers_are_timed_of_the_kinds_that_are_named(tmp_path):
+    """Of mamba_ssm Mamba-2 alone."""
+    out = tmp_path / "a.json"
+    words = "--layer gdn --layer kda --calls 1 --only auto,xla,mamba_ssm --out"
+    assert layers.main([*words.split(), str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    kinds = [(kind, name) for kind in ("gdn", "kda") for name in ("auto", "xla")]
+    assert [(row["layer"], row["implementation"]) for row in rows] == kinds
+    assert all(row["d_model"] == 32 and row["both_us"] > 0 for row in rows)
 
 
 def test_bytes_kept_are_those_between_forward_and_backward():
