@@ -333,7 +333,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "saved": _saved,
     "lost": _slower,
     "files": _files,
-    "errors": lambda results: accuracy.text(results.of("accuracy")[-1]),
+    "errors": lambda results: "\n\n".join(map(accuracy.text, results.of("accuracy"))),
     **{name: functools.partial(_family, ops=ops) for name, ops in families().items()},
 }
 """The tables and sentences that can stand between markers."""
