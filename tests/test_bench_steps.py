@@ -146,6 +146,10 @@ SPLIT += [("tensor=2", 16, 0.02)]  # parts are rounded to bf16 before they are a
         *(pytest.param("micro", (1, 16), *case, marks=pytest.mark.exhaustive) for case in SPLIT),
         ("linear_scan", (1, 64, 8), "none", 64, None),
         ("linear_scan", (1, 64, 8), "sequence=2", 64, 1e-5),
+        pytest.param(
+            *("gated_delta_rule", (1, 512, 2, 8, 8, 1), "sequence=2", 512, 1e-5),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_is_split_is_timed_and_has_the_results_of_one_device(what, sizes, mesh, tokens, error):
@@ -170,6 +174,10 @@ def test_rows_of_meshes_have_their_efficiency():
     rows.append(row("a", "data=2", 2, 5, sizes="another"))
     want = [row | ({"efficiency": "95.0%"} if row is rows[1] else {}) for row in rows]
     assert devices.with_efficiency(rows) == want
+    for what, told in (("gated_delta_rule", "95.0%"), ("ssd", "")):
+        part = row(what, "none", 1, 1000, "1 × 64 × 2")
+        whole = row(what, "sequence=2", 2, 1900, "1 × 128 × 2")
+        assert devices.with_efficiency([part, whole]) == [part, whole | {"efficiency": told}]
 
 
 def test_sizes_and_ops_that_are_named_are_measured_alone():
@@ -181,6 +189,9 @@ def test_sizes_and_ops_that_are_named_are_measured_alone():
     scans = [f"ssd, 1x{length}x24x64x128x1, {mesh}" for length, mesh in lengths]
     assert [str(job) for job in named(ops=["ssd"])] == scans
     assert {job.what for job in named((8, 4096), ops=["ssd"])} == {"130m", "ssd"}
+    lengths = [(job.sizes[1], job.mesh) for job in named(ops=["gated_delta_rule"])]
+    long = [(262144, "none"), (524288, "sequence=2")]
+    assert lengths == [(65536, "none"), (65536, "sequence=2"), *long]
 
 
 # Decoding
