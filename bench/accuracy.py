@@ -8,7 +8,8 @@ The truth is the same expression of the same arguments in float64.
 An ulp is the distance between neighbouring numbers of the result's dtype at the true value; values
 below the root mean square of the true array count in ulps of that, so that a value near zero, a
 rest of terms that cancel, tells no more than the others. A correctly rounded result has errors of
-at most 0.5. On a CPU there are no kernels; ``--interpret`` runs them in Pallas's interpreter.
+at most 0.5. On a CPU there are no kernels; ``--interpret`` runs them in Pallas's interpreter. Where
+an op has no kernels for a case, its own choice stands in their place.
 """
 
 import contextlib

@@ -3,7 +3,7 @@
 A training step is that of ``jaxkern train --mesh``, with as many sequences for each part of the
 batch, and as many tokens for each part of a sequence, as one GPU has (``--size``): without a mesh,
 and on meshes of all GPUs. A sequence is that of an op whose length is split between all GPUs,
-forward and backward in one program; ``none`` is the same on one.
+forward and backward in one program; ``none`` is the same on one, or of a long one a GPU's part.
 
 *Efficiency* is the tokens per second and GPU over those without a mesh. Steps and calls wait in the
 devices' queues, and the time is wall-clock, the best of three runs of ten, or of as many as take
@@ -45,6 +45,7 @@ _SECONDS = 2
 """A run is at most so long: with slow calls it has fewer than ten."""
 SEQUENCES = {
     "ssd": (24, 64, 128, 1),
+    "gated_delta_rule": (32, 128, 128, 16),
     "selective_scan": (1536, 16),
     "linear_scan": (1024,),
     "causal_conv1d": (2048, 4),
@@ -53,6 +54,8 @@ SEQUENCES = {
 LENGTHS = 65536, 524288
 """Lengths of the ops' sequences. What the first ones give is compared with one device's results;
 for the others that would take the host a minute."""
+IN_PARTS = ("gated_delta_rule",)
+"""Ops whose longest sequence with its gradients may be too large for one GPU: that has a part."""
 SMALL = {"linear_scan": (8,)}
 """Ops and sizes for a machine without a GPU."""
 
@@ -220,23 +223,36 @@ def jobs(
         for mesh in ("none", *meshes)
     ]
     scans = [
-        Job(op, (1, length, *of_op), mesh, check=length == lengths[0])
+        Job(op, (1, length // parts, *of_op), mesh, check=length == lengths[0])
         for op, of_op in (SEQUENCES if gpu else SMALL).items()
         if op in ops or everything
         for length in lengths
-        for mesh in ("none", f"sequence={count}")
+        for mesh, parts in (
+            ("none", count if op in IN_PARTS and length == lengths[-1] else 1),
+            (f"sequence={count}", 1),
+        )
     ]
     return [*training, *scans]
 
 
 def with_efficiency(rows: list[Row]) -> list[Row]:
-    """The rows, those of a mesh with their efficiency."""
+    """The rows, those of a mesh with their efficiency: beside the same on one, or else a part."""
     of_one = lambda row: row["tokens_per_second"] / row["devices"]
-    same = lambda row: (row["what"], row.get("sizes"))
+    same = lambda row: (row["what"], row["sizes"])
     alone = {same(row): of_one(row) for row in rows if row["mesh"] == "none"}
-    found = lambda row: row["mesh"] != "none" and same(row) in alone
-    told = lambda row: f"{of_one(row) / alone[same(row)]:.1%}"
-    return [row | {"efficiency": told(row)} if found(row) else row for row in rows]
+
+    def of_part(row: Row) -> tuple[str, str]:
+        batch, length, *rest = row["sizes"].split(" × ")
+        return row["what"], " × ".join([batch, f"{int(length) // row['devices']}", *rest])
+
+    def told(row: Row) -> Row:
+        beside = alone.get(same(row))
+        if beside is None and row["what"] in IN_PARTS:
+            beside = alone.get(of_part(row))
+        found = row["mesh"] != "none" and beside is not None
+        return {"efficiency": f"{of_one(row) / beside:.1%}"} if found else {}
+
+    return [row | told(row) for row in rows]
 
 
 def _age() -> float:

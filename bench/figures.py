@@ -37,6 +37,7 @@ NAMES = {
     "fla": "fla",
     "quack": "quack",
     "mamba_ssm": "mamba_ssm",
+    "flash_qla": "FlashQLA",
     "triton": "Triton",
 }
 """Implementations and contenders, in the order of tables and pictures."""

@@ -1,8 +1,10 @@
-"""Layers side by side: ``python -m bench layers`` times the Mamba-2 block beside other libraries'.
+"""Layers side by side: ``python -m bench layers`` times blocks beside other libraries'.
 
-    auto        jaxkern.nn.mamba2, each op by its fastest implementation
+The blocks are Mamba-2 (``mamba2``), Gated DeltaNet (``gdn``) and Kimi Delta Attention (``kda``):
+
+    auto        the block of jaxkern.nn, each op by its fastest implementation
     xla         the same with every op in plain JAX
-    jla         the Mamba2 layer of jax-linear-attention, with its fused glue
+    jla         the layer of jax-linear-attention, of Mamba-2 with its fused glue
     mamba_ssm   the Mamba2 layer of mamba_ssm, with its fused convolution, scan and norm
     jaxkern-cheap, jaxkern-scan
                 that of auto under jax.checkpoint with remat.CHEAP and remat.SCAN
@@ -25,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from bench import processes, program, timing
 from bench.figures import CHOSEN
@@ -32,13 +35,27 @@ from bench.measured import bytes_of
 from bench.program import Row
 from bench.timing import compiled
 from bench.train import jla_sizes, mamba_ssm_sizes
-from jaxkern.nn import mamba2, remat
+from jaxkern.nn import delta_net, mamba2, remat
+from jaxkern.nn.common import Block
 
 POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
 CONTENDERS = (CHOSEN, *POLICIES, "xla", "jla", "mamba_ssm")
 
-WIDTHS = (1024, 2048, 2560)
-SHAPES = ((8, 2048), (2, 8192))
+GatedDeltaNet, Kda = delta_net.GatedDeltaNetSizes, delta_net.KimiDeltaAttentionSizes
+BLOCKS = (mamba2.BLOCK, delta_net.GATED_DELTA_NET, delta_net.KIMI_DELTA_ATTENTION)
+SIZES: dict[str, list[Any]] = {
+    "mamba2": [mamba2.Sizes(width) for width in (1024, 2048, 2560)],
+    "gdn": [GatedDeltaNet(1024, num_heads=8), GatedDeltaNet(2048, num_heads=32, num_key_heads=16)],
+    "kda": [Kda(1024, num_heads=8), Kda(2048, num_heads=32)],
+}
+SMALL: dict[str, list[Any]] = {
+    "mamba2": [mamba2.Sizes(32, d_state=16, headdim=16)],
+    "gdn": [GatedDeltaNet(32, num_heads=4, num_key_heads=2, d_key=16, d_value=16)],
+    "kda": [Kda(32, num_heads=2, d_key=16, d_value=16)],
+}
+"""The same for a machine without a GPU."""
+SHAPES = {"mamba2": ((8, 2048), (2, 8192))}
+SHAPES |= dict.fromkeys(("gdn", "kda"), ((8, 2048), (1, 16384)))
 """Sequences, and their length."""
 
 _TOLERANCE = 0.02
@@ -53,21 +70,27 @@ class Job:
     """A layer to time, and by whom."""
 
     contender: str
-    sizes: mamba2.Sizes
+    sizes: Any
     batch: int
     length: int
     calls: int
 
     def __str__(self) -> str:
-        return f"{self.contender}, d_model {self.sizes.d_model}, {self.batch} × {self.length}"
+        of = f"{self.contender}, {self.block.name}, d_model {self.sizes.d_model}"
+        return f"{of}, {self.batch} × {self.length}"
 
-    def weights(self, key: Any) -> mamba2.Weights:
+    @property
+    def block(self) -> Block:
+        """The kind of block that has these sizes."""
+        return next(block for block in BLOCKS if block.sizes is type(self.sizes))
+
+    def weights(self, key: Any) -> Any:
         """The initial values of a block."""
-        inits = mamba2.initializers(self.sizes)
+        inits = self.block.initializers(self.sizes)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
-        dtype = lambda name: jnp.bfloat16 if name in ("in_proj", "out_proj") else jnp.float32
+        dtype = lambda name: jnp.bfloat16 if name.endswith("_proj") else jnp.float32
         drawn = {n: init(keys[n], shape, dtype(n)) for n, (init, shape) in inits.items()}
-        return mamba2.BLOCK.weights_from(drawn)
+        return self.block.weights_from(drawn)
 
     def activations(self, key: Any) -> jax.Array:
         """Input of the layer, or gradient of its output."""
@@ -78,18 +101,68 @@ class Job:
 # In JAX
 
 
-def _own(implementation: Any, sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
-    call = lambda weights, x: mamba2.mamba2(weights, sizes, x, implementation=implementation)
+def _own(implementation: Any, job: Job) -> tuple[Callable[[Any], Any], Call]:
+    apply = job.block.apply
+    call = lambda weights, x: apply(weights, job.sizes, x, implementation=implementation)
     return lambda weights: weights, call
 
 
-def _jla(sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
+Arranged = tuple[Callable[[Any], Any], Callable[[Any], list[Any]], Callable[[Any], list[Any]]]
+"""A layer of another library from a key, its parameters, and the same from our weights."""
+
+
+def _jla(sizes: Any) -> tuple[Callable[[Any], Any], Call]:
     import equinox as eqx
 
+    make, parts, take = (_jla_mamba2 if isinstance(sizes, mamba2.Sizes) else _jla_delta)(sizes)
+    layer = eqx.filter_eval_shape(make, jax.random.key(0))
+    return take, lambda params, x: eqx.tree_at(parts, layer, params)(x)
+
+
+def _jla_delta(sizes: Any) -> Arranged:
+    """Gated DeltaNet or KDA, whose output gate has a bias there, and is left without."""
+    import equinox as eqx
+
+    layers = importlib.import_module("jla.layers.linear_attention")
+    of_channels = isinstance(sizes, Kda)
+    low = "fz" if of_channels else ""  # what is projected to a rank, and up from it
+    config = importlib.import_module("jla.models.config").LinearAttentionConfig(
+        num_k_heads=sizes.key_heads,
+        num_v_heads=sizes.heads,
+        head_k_dim=sizes.d_key,
+        head_v_dim=sizes.d_value,
+        conv_size=sizes.d_conv,
+        gate_low_rank_dim=sizes.rank if of_channels else None,
+    )
+
+    def make(key: Any) -> Any:
+        kind = layers.KDA if of_channels else layers.GatedDeltaNet
+        layer = kind(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
+        return eqx.tree_at(lambda of: of.g_proj.up.bias, layer, None) if of_channels else layer
+
+    def parts(layer: Any) -> list[Any]:
+        of: dict[str, Any] = {"z": layer.g_proj}
+        of |= {n: getattr(layer, f"{n}_proj", None) for n in "qkvbaf"}
+        columns = [of[name].down if name in low else of[name] for name in sizes.columns]
+        of_convs = [layer.q_conv, layer.k_conv, layer.v_conv]
+        return [
+            *(part.weight for part in (*columns, *of_convs, layer.o_norm, layer.o_proj)),
+            *(layer.dt_bias, layer.A_log, *(of[name].up.weight for name in low)),
+        ]
+
+    def take(w: Any) -> list[Any]:
+        columns = jnp.split(w.in_proj, np.cumsum([*sizes.columns.values()])[:-1], axis=1)
+        convs = jnp.split(w.conv_weight, [sizes.d_keys, 2 * sizes.d_keys])
+        ups = [w.f_proj, w.g_proj] if of_channels else []
+        return [*columns, *convs, w.head_norm, w.out_proj, w.dt_bias, w.A_log, *ups]
+
+    return make, parts, take
+
+
+def _jla_mamba2(sizes: mamba2.Sizes) -> Arranged:
     ssm = importlib.import_module("jla.layers.ssm")
     config = importlib.import_module("jla.models.config").SSMConfig(**jla_sizes(sizes))
     make = lambda key: ssm.Mamba2(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
-    layer = eqx.filter_eval_shape(make, jax.random.key(0))
     e = sizes.d_inner
 
     def parts(layer: Any) -> list[Any]:
@@ -108,17 +181,17 @@ def _jla(sizes: mamba2.Sizes) -> tuple[Callable[[Any], Any], Call]:
         convs = [half for v in of_convs for half in jnp.split(v, [e])]
         return [*stacked, dt, *convs, w.dt_bias, w.A_log, w.D, w.norm_weight, w.out_proj]
 
-    return take, lambda params, x: eqx.tree_at(parts, layer, params)(x)
+    return make, parts, take
 
 
 def _in_jax(job: Job) -> tuple[Callable[[Any], Any], Call]:
-    """A contender: how it arranges :class:`mamba2.Weights`, which is not timed; its layer."""
+    """A contender: how it arranges the block's weights, which is not timed; its layer."""
     if job.contender == "jla":
         return _jla(job.sizes)
     if job.contender in POLICIES:
-        take, call = _own(None, job.sizes)
+        take, call = _own(None, job)
         return take, jax.checkpoint(call, policy=POLICIES[job.contender])
-    return _own(None if job.contender == CHOSEN else job.contender, job.sizes)
+    return _own(None if job.contender == CHOSEN else job.contender, job)
 
 
 def _both(call: Call) -> Callable[..., Any]:
@@ -160,7 +233,7 @@ def _measure_jax(job: Job) -> Row:
 
 def _plain(job: Job, weights: Any, x: Any) -> Any:
     """Plain JAX's result and gradients, compiled without a search, as nobody times them."""
-    lowered = jax.jit(_both(_own("xla", job.sizes)[1])).lower(weights, x, x)
+    lowered = jax.jit(_both(_own("xla", job)[1])).lower(weights, x, x)
     options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
     return lowered.compile(compiler_options=options if timing.on_gpu() else None)
 
@@ -246,7 +319,7 @@ def _measure_torch(job: Job) -> Row:
 
 def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> Row:
     return {
-        "layer": mamba2.BLOCK.name,
+        "layer": job.block.name,
         "d_model": job.sizes.d_model,
         "batch": job.batch,
         "length": job.length,
@@ -268,20 +341,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers",
         argv,
         "layers",
-        d_model=([int], "the width"),
+        layer=([str], "of this kind alone", *SIZES),
+        d_model=([int], "of this width alone"),
         only=(",".join(CONTENDERS), "contenders, comma-separated"),
         calls=(20, "timed calls of each pass"),
         jobs=(1, "processes that compile; they measure in turn"),
     )
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
-    small: Row = {} if gpu else {"d_state": 16, "headdim": 16}
     jobs = [
-        Job(name, mamba2.Sizes(width, **small), batch, length, args.calls)
-        for width in args.d_model or (WIDTHS if gpu else (32,))
-        for batch, length in (SHAPES if gpu else ((2, 64),))
+        Job(name, sizes, batch, length, args.calls)
+        for layer in args.layer or SIZES
+        for sizes in (SIZES if gpu else SMALL)[layer]
+        if not args.d_model or sizes.d_model in args.d_model
+        for batch, length in (SHAPES[layer] if gpu else ((2, 64),))
         for name in args.only.split(",")
+        if layer == "mamba2" or name != "mamba_ssm"
     ]
+    if not jobs:
+        args.error("no layer has that --d-model")
     clock = program.clock(gpu, "device time (CUPTI)")
     told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
     return program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)

@@ -26,6 +26,7 @@ _MODULES = {
     "fla": "fla",
     "quack": "quack",
     "mamba_ssm": "mamba_ssm",
+    "flash_qla": "flash_qla",
     "compile": "torch",
     "optax": "optax",
     "update": "optax",

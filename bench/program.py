@@ -19,7 +19,7 @@ RESULTS = FOLDER / "results"
 
 COMMANDS = {
     "run": "time the ops, forward and backward; this is the default command",
-    "layers": "time the Mamba-2 layer beside other libraries'",
+    "layers": "time the Mamba-2, Gated DeltaNet and KDA layers beside other libraries'",
     "train": "time training steps of the language model",
     "decode": "time decoding with the language model",
     "devices": "time training steps and sequences that several GPUs share",

@@ -170,14 +170,22 @@ def pivot(
 
 
 def _layers(results: Results) -> str:
-    """Forward and backward of the Mamba-2 layer, and the memory kept in between."""
-    at = "`d_model`, batch × tokens"
+    """Forward and backward of the layers, and the memory kept in between."""
+    at, names = (
+        "`d_model`, batch × tokens",
+        {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "KDA"},
+    )
     size = "{d_model:,}, {batch} × {length:,}".format_map
-    rows = [row | {at: size(row)} for row in results.of("layers")[0]["rows"]]
+    rows = [
+        row | {at: size(row), "GPU": one["device"].split()[1], "layer": names[row["layer"]]}
+        for one in results.of("layers")
+        for row in one["rows"]
+        if row["implementation"] != "xla"
+    ]
     by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
     by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
     told = lambda row: f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
-    return pivot([{"rows": rows}], [at], "implementation", told, by)
+    return pivot([{"rows": rows}], ["layer", "GPU", at], "implementation", told, by)
 
 
 def _devices(results: Results, files: str = "devices") -> str:
@@ -325,7 +333,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "saved": _saved,
     "lost": _slower,
     "files": _files,
-    "errors": lambda results: accuracy.text(results.of("accuracy")[-1]),
+    "errors": lambda results: "\n\n".join(map(accuracy.text, results.of("accuracy"))),
     **{name: functools.partial(_family, ops=ops) for name, ops in families().items()},
 }
 """The tables and sentences that can stand between markers."""

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -42,18 +43,45 @@ selective_scan 8x2048x2048x16/64
 linear_scan 8x2048x2048 fla
 linear_cross_entropy 8192x4096x128256-plain jax jla liger quack compile
 linear_cross_entropy 8192x4096x128256-plain-160MiB jla liger
+gated_delta_rule 1x8192x32x128x128x32 jla fla flash_qla
+gated_delta_rule 1x8192x32x128x128x32-KDA jla fla
 fused_adamw 100M torch optax update
 fused_adamw 100M-folded optax update
 fused_adamw 100M-8-bit-state update
 """
 
 
+DELTA_RULES = [
+    ("fla", "fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
+    ("fla", "fla.ops.kda:chunk_kda"),
+    ("flash_qla", "flash_qla:chunk_gated_delta_rule"),
+]
+
+
 def test_peers_have_an_op_with_its_options():
     known = ["jax", "torch", "jla", "liger", "fla", "quack", "mamba_ssm", "compile"]
-    known += ["optax", "update"]
+    known += ["flash_qla", "optax", "update"]
     for op, shape, *having in map(str.split, PEERS.strip().splitlines()):
         case = case_of(op, shape)
         assert [name for name in known if peers.has(case, name)] == having, (op, shape)
+
+
+@pytest.mark.parametrize(("name", "path"), DELTA_RULES)
+def test_a_library_gets_the_arrays_of_the_delta_rule(name, path, monkeypatch):
+    """Of its output and final state the bench takes the first."""
+    module, _, function = path.partition(":")
+    fake = types.SimpleNamespace(**{function: lambda *arrays: (arrays, "state")})
+    monkeypatch.setitem(sys.modules, module, fake)
+    monkeypatch.setenv("FLA_FLASH_QLA", "1")
+    case = case_of("gated_delta_rule", "1x8192x32x128x128x32" + "-KDA" * path.endswith("kda"))
+    arrays = jax.eval_shape(case.arrays, jax.random.key(0))
+    assert peers.arranged(case, name).call(*arrays) == arrays
+    assert os.environ["FLA_FLASH_QLA"] == ("0" if name == "fla" else "1")
+    if name == "flash_qla":
+        small = case_of("gated_delta_rule", "1x8192x64x64x64x64")
+        arrays = jax.eval_shape(small.arrays, jax.random.key(0))
+        with pytest.raises(NotImplementedError, match="128 channels"):
+            peers.arranged(small, name).call(*arrays)
 
 
 def test_plain_jax_is_not_timed_where_it_saves_no_memory():

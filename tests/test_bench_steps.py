@@ -32,7 +32,7 @@ def memory_for_all(monkeypatch):
         (train.decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
         (
             layers.main,
-            "--d-model 16 --calls 2 --only auto,jaxkern-scan,",
+            "--layer mamba2 --calls 2 --only auto,jaxkern-scan,",
             "implementation",
             "2 × 64",
         ),
@@ -146,6 +146,10 @@ SPLIT += [("tensor=2", 16, 0.02)]  # parts are rounded to bf16 before they are a
         *(pytest.param("micro", (1, 16), *case, marks=pytest.mark.exhaustive) for case in SPLIT),
         ("linear_scan", (1, 64, 8), "none", 64, None),
         ("linear_scan", (1, 64, 8), "sequence=2", 64, 1e-5),
+        pytest.param(
+            *("gated_delta_rule", (1, 512, 2, 8, 8, 1), "sequence=2", 512, 1e-5),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_what_is_split_is_timed_and_has_the_results_of_one_device(what, sizes, mesh, tokens, error):
@@ -170,6 +174,10 @@ def test_rows_of_meshes_have_their_efficiency():
     rows.append(row("a", "data=2", 2, 5, sizes="another"))
     want = [row | ({"efficiency": "95.0%"} if row is rows[1] else {}) for row in rows]
     assert devices.with_efficiency(rows) == want
+    for what, told in (("gated_delta_rule", "95.0%"), ("ssd", "")):
+        part = row(what, "none", 1, 1000, "1 × 64 × 2")
+        whole = row(what, "sequence=2", 2, 1900, "1 × 128 × 2")
+        assert devices.with_efficiency([part, whole]) == [part, whole | {"efficiency": told}]
 
 
 def test_sizes_and_ops_that_are_named_are_measured_alone():
@@ -181,6 +189,9 @@ def test_sizes_and_ops_that_are_named_are_measured_alone():
     scans = [f"ssd, 1x{length}x24x64x128x1, {mesh}" for length, mesh in lengths]
     assert [str(job) for job in named(ops=["ssd"])] == scans
     assert {job.what for job in named((8, 4096), ops=["ssd"])} == {"130m", "ssd"}
+    lengths = [(job.sizes[1], job.mesh) for job in named(ops=["gated_delta_rule"])]
+    long = [(262144, "none"), (524288, "sequence=2")]
+    assert lengths == [(65536, "none"), (65536, "sequence=2"), *long]
 
 
 # Decoding
@@ -232,7 +243,7 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
 
 
 def test_another_result_is_refused(monkeypatch):
-    def wrong(implementation, sizes):
+    def wrong(implementation, job):
         factor = 1.0 if implementation == "xla" else 1.5
         return lambda weights: weights, lambda weights, x: factor * x
 
@@ -240,6 +251,18 @@ def test_another_result_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match=r"output: relative error 5.0e-01 against plain JAX"):
         layers.measure(LAYER)
     assert layers.measure(dataclasses.replace(LAYER, contender="xla"))["both_us"] > 0
+
+
+@pytest.mark.exhaustive
+def test_layers_are_timed_of_the_kinds_that_are_named(tmp_path):
+    """Of mamba_ssm Mamba-2 alone."""
+    out = tmp_path / "a.json"
+    words = "--layer gdn --layer kda --calls 1 --only auto,xla,mamba_ssm --out"
+    assert layers.main([*words.split(), str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    kinds = [(kind, name) for kind in ("gdn", "kda") for name in ("auto", "xla")]
+    assert [(row["layer"], row["implementation"]) for row in rows] == kinds
+    assert all(row["d_model"] == 32 and row["both_us"] > 0 for row in rows)
 
 
 def test_bytes_kept_are_those_between_forward_and_backward():

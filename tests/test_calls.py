@@ -322,6 +322,17 @@ def test_what_is_timed_has_a_cost_and_one_name():
     assert {name for ops in MODELS.values() for name, _ in ops} <= {c.name for c in timed}
 
 
+def test_a_case_without_kernels_is_plain_jax_where_that_is_named(monkeypatch):
+    """Else the op chooses, which may have a backward of its own."""
+    (c,) = (c for c in TABLE if c.name == "gated_delta_rule, KDA")
+    asked = []
+    recording = functools.wraps(jaxkern.gated_delta_rule)(lambda *_, **how: asked.append(how))
+    monkeypatch.setattr(jaxkern, c.op, recording)
+    for name in ("mosaic", None, "xla"):
+        c.call(*c.names, implementation=name)
+    assert asked == [{}, {}, {"implementation": "xla"}]
+
+
 def test_sizes_of_arguments_and_costs():
     gated = next(c for c in TABLE if c.name == "gated_linear_unit, joined")
     sizes = gated.sizes(((2, 5), 8, 4))

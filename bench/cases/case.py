@@ -233,7 +233,11 @@ class Case:
     @property
     def has_kernels(self) -> bool:
         """Whether the op has implementations to choose from."""
-        return self.kernels and (self.run is not None or "implementation" in self._parameters)
+        return self.kernels and self._takes_implementation
+
+    @property
+    def _takes_implementation(self) -> bool:
+        return self.run is not None or "implementation" in self._parameters
 
     @property
     def _parameters(self) -> Mapping[str, inspect.Parameter]:
@@ -280,9 +284,12 @@ class Case:
         )
 
     def call(self, *arrays: Any, implementation: Any = None, **options: Any) -> Any:
-        """Calls the op; `options` are beside those of the case."""
+        """Calls the op; `options` are beside those of the case.
+
+        Without kernels the op chooses for every `implementation` but plain JAX.
+        """
         given = {**self.options, **options}
-        if self.has_kernels:
+        if self.has_kernels or (implementation == "xla" and self._takes_implementation):
             given["implementation"] = implementation
         if self.run is not None:
             return self.run(*arrays, **given)

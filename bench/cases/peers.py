@@ -6,6 +6,7 @@ Each is made by a function without arguments, which imports the library: none ne
 import dataclasses
 import functools
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,6 +131,28 @@ def _jla_ssd() -> Any:
 def _jla_delta_rule(kind: str) -> Any:
     scan = _load("jla.ops:linear_attention")
     return lambda q, k, v, g, beta: scan(kind, q, k, v, g=g, beta=beta)[0]
+
+
+def _fla_delta_rule(path: str) -> Any:
+    """Its backward with decays of heads raises on Hopper with Triton 3.4 to 3.7.0."""
+
+    def make() -> Any:
+        os.environ["FLA_FLASH_QLA"] = "0"  # FlashQLA, which fla calls where it is installed
+        scan = _load(path)
+        return lambda *arrays: scan(*arrays)[0]
+
+    return make
+
+
+def _flash_qla() -> Any:
+    scan = _load("flash_qla:chunk_gated_delta_rule")
+
+    def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        if {k.shape[-1], v.shape[-1]} != {128}:
+            raise NotImplementedError("FlashQLA takes keys and values of 128 channels a head alone")
+        return scan(q, k, v, g, beta)[0]
+
+    return call
 
 
 def _fla_ssd() -> Any:
@@ -308,8 +331,15 @@ LAYER_NORM_LINEAR: Peers = {
     "mamba_ssm": _mamba_normed,
 }
 MLP: Peers = {"torch": lambda: _mlp_formula, "compile": _compiled(_mlp_formula)}
-GATED_DELTA_RULE: Peers = {"jla": functools.partial(_jla_delta_rule, "gated_deltanet")}
-KDA: Peers = {"jla": functools.partial(_jla_delta_rule, "kda")}
+GATED_DELTA_RULE: Peers = {
+    "jla": functools.partial(_jla_delta_rule, "gated_deltanet"),
+    "fla": _fla_delta_rule("fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
+    "flash_qla": _flash_qla,
+}
+KDA: Peers = {
+    "jla": functools.partial(_jla_delta_rule, "kda"),
+    "fla": _fla_delta_rule("fla.ops.kda:chunk_kda"),
+}
 SSD: Peers = {"mamba_ssm": _mamba_ssd, "jla": _jla_ssd, "fla": _fla_ssd}
 SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan, "jla": _jla_scan}
 CAUSAL_CONV1D: Peers = {

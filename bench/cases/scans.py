@@ -450,6 +450,14 @@ def _delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
     return delta_rule(q, k, v, g, beta, state, jnp.zeros((b, l), bool))[0]
 
 
+def _delta_rule_alone(q: Any, k: Any, v: Any, beta: Any) -> Any:
+    return _delta_rule(q, k, v, jnp.zeros(v.shape[:3]), beta)
+
+
+def _without_decay(q: Any, k: Any, v: Any, beta: Any, **how: Any) -> Any:
+    return jaxkern.gated_delta_rule(q, k, v, None, beta, **how)
+
+
 def _unit(key: Any, shape: tuple[int, ...]) -> jax.Array:
     """Keys of length 1."""
     keys = normal(key, shape)
@@ -541,6 +549,14 @@ DELTA_RULES = [
         shapes=_DELTA_SHAPES,
         errors=_DELTA_ERRORS,
         strict=True,
+    ),
+    Case(
+        **_DELTA,
+        variant="DeltaNet",
+        arguments=(*_OF_DELTA, _BETA),
+        run=_without_decay,
+        expression=_delta_rule_alone,
+        errors=_DELTA_ERRORS,
     ),
     Case(
         **_DELTA | _NUMBERED,
