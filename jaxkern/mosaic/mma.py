@@ -1,9 +1,10 @@
-"""Products of blocks of one warpgroup: by mma.sync on every GPU from Ampere on, on Hopper by wgmma.
+"""Products of a warpgroup: by mma.sync on every GPU from Ampere on, on Hopper by wgmma.
 
 A tile (rows, n) of 16-bit elements lies in shared memory as (n / 64, rows, 64): in rows of 128
 bytes. The unit u of 16 bytes of row r is stored at u xor (r mod 8), so that neither a row nor a
-column of units meets a bank twice; wgmma knows this as its swizzle of 128 bytes. Only the functions
-here read and write tiles; in Pallas's interpreter the units lie as they are.
+column of units meets a bank twice; wgmma and the TMA know this as their swizzle of 128 bytes. Only
+the functions here read and write tiles; in Pallas's interpreter the units lie as they are. On
+Hopper the TMA copies tiles, on other GPUs the lanes do, with cp.async.
 
 An accumulator (64, n) is an fp32 array in the layout TILE of :mod:`jaxkern.mosaic.wgmma`: a warp
 has 16 rows. The left operand, (64, k) in 16 bits in the same layout, is in registers, so that an

@@ -1,4 +1,4 @@
-"""The kernels of the gated delta rule with decays of heads, in blocks of one warpgroup.
+"""The kernels of the gated delta rule with decays of heads.
 
 They multiply by wgmma or mma.sync (:mod:`jaxkern.mosaic.mma`), on every GPU from Ampere on. In a
 chunk of CHUNK tokens, with c[i] = g[0] + … + g[i], E = exp(c), D[i,j] = exp(c[i] − c[j]) for j ≤ i,
@@ -9,19 +9,22 @@ and S, (K, V), the state before it:
     O = scale · (E ∘ (Q S) + (P[i,j] · β[j]) N)
     S ← exp(c[last]) · S + (β ∘ left ∘ K)ᵀ N,  left = exp(c[last] − c)
 
-T of each chunk is found first, by substitution in fp32: a lane has a column. The scan goes through
-the chunks with Sᵀ of SLICE value channels in registers. All but P is transposed there, (SLICE, …),
-so that each product leaves what the next one multiplies in the registers of its lane:
+T of each chunk is found first, and kept for the backward. The scan then goes through the chunks
+with Sᵀ of SLICE value channels in the registers of a warpgroup. What it multiplies is transposed,
+(SLICE, …), so that each product leaves the next one's left operand in the registers of its lane:
 
-    (K S)ᵀ = Sᵀ Kᵀ → (V − E ∘ K S)ᵀ → Nᵀ = (…)ᵀ Tᵀ → Oᵀ += Nᵀ Pᵀ,  Sᵀ += Nᵀ (β ∘ left ∘ K)
+    (K S)ᵀ = Sᵀ Kᵀ → (V − E ∘ K S)ᵀ → Nᵀ = (…)ᵀ Tᵀ → Sᵀ += Nᵀ (β ∘ left ∘ K)
+
+A second warpgroup makes P and O, for which it gets S and N through shared memory.
 
 Backward, for dO, by then times scale, and dS of the state after a chunk:
 
     dN = β ∘ (Pᵀ dO + left ∘ (K dS)),  dV = Tᵀ dN
     dS ← exp(c[last]) · dS + (E ∘ Q)ᵀ dO − (E ∘ K)ᵀ dV
 
-in the same way, from the end to the start. The states and N are found once more from the states
-that the forward saved. With these chunks are independent: with the products
+in the same way, from the end to the start; the second warpgroup makes Pᵀ dO and E ∘ dO. With dS of
+all chunks, the last kernel has a block from each state that the forward saved to the next. It finds
+the states between them and N once more, and chunk by chunk the gradients, with the products
 
     dP = tril(dO Nᵀ),  M = dV Nᵀ,  W = E ∘ (dV Sᵀ),  Z = left ∘ (N dSᵀ)
     h = strict(dP ∘ P − M ∘ a),  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
@@ -43,7 +46,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.launch import LANES, grid_axes
+from jaxkern.mosaic.launch import LANES, grid_axes, shared_memory
 from jaxkern.mosaic.mma import (
     PADDED,
     Handoffs,
@@ -396,7 +399,8 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     Two warpgroups: one scans, and hands Sᵀ and N to the other, which makes the output.
     """
     grid = call.batch * call.heads * call.slices
-    other = 2 * SLICE * call.keys + 3 * _SQUARE
+    slots = 1 if lanes_copy() else 2  # the TMA still reads the chunk's before
+    other = 2 * SLICE * call.keys + (1 + slots) * _SQUARE
     of_both = _tiles(call, "k v T"), _tiles(call, "q k")
     scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
@@ -424,7 +428,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             return finish(adding)[0]
 
         def write(chunk: Any) -> None:
-            write_tile(smem.out.at[lax.rem(chunk, 2)], at.values(refs.out, chunk, part))
+            write_tile(smem.out.at[lax.rem(chunk, slots)], at.values(refs.out, chunk, part))
 
         def make(chunk: Any, stage: dict[str, Any], _: Any, fetch: Any) -> Any:
             steps, more, q = stage["steps"], chunk < call.chunks - 1, load_left(stage["q"])
@@ -444,7 +448,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
             hand.take(smem, "new")
             (out,) = multiply([out], [P], smem.N)
             pl.when(more)(lambda: hand.give(smem, "new read"))
-            store_tile(smem.out.at[lax.rem(chunk, 2)], out.astype(_BF16))
+            store_tile(smem.out.at[lax.rem(chunk, slots)], out.astype(_BF16))
             return _
 
         def run_scan() -> None:
@@ -469,7 +473,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     }
     scratch = scanned.scratch() | made.scratch() | _SCANNED.scratch()
     scratch |= {"S": tile(SLICE, call.keys, _BF16), "N": tile(CHUNK, SLICE, _BF16)}
-    scratch |= {"out": tile(CHUNK, SLICE, _BF16, stages=2)}
+    scratch |= {"out": tile(CHUNK, SLICE, _BF16, stages=slots)}
     return _launch(kernel, "fwd", ins | {"initial": initial}, outs, scratch, grid, warpgroups=2)
 
 
@@ -864,8 +868,9 @@ def launch_bwd(
     args = q, k, v, g, beta, initial_state, rank, crossed, states, T, dout, dfinal
     if v.size == 0:
         return reference_bwd(options, *args)
-    if v.shape[-1] > MOST_VALUES:
-        return _bwd_of_parts(options, *args)
+    most = MOST_VALUES if shared_memory() > 220 * 1024 else SLICE
+    if v.shape[-1] > most:
+        return _bwd_of_parts(most, options, *args)
     cut = _cut(g, v, rank)
     call = _Call(options, q, k, v, cut, beta)
     T = T.reshape(*T.shape[:2], call.heads, CHUNK, CHUNK)
@@ -901,14 +906,17 @@ def launch_bwd(
 
 
 def _bwd_of_parts(
-    options: DeltaRuleOptions, q, k, v, g, beta, first, rank, crossed, states, T, dout, dfinal
+    most: int,
+    options: DeltaRuleOptions,
+    *args: Any,
 ) -> tuple[Any, ...]:
-    """The gradients where a head has more value channels than the last kernel takes.
+    """The gradients where a head has more than the `most` value channels that a kernel takes.
 
     Channels do not meet: parts of them are heads with the same q, k, g and β.
     """
+    q, k, v, g, beta, first, rank, crossed, states, T, dout, dfinal = args
     channels, rank_of_v = v.shape[-1], v.shape[-2]
-    parts = -(-channels // MOST_VALUES)
+    parts = -(-channels // most)
     width = _up(-(-channels // parts), SLICE)
 
     def cut(x: Any) -> Any:
