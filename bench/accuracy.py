@@ -101,7 +101,8 @@ def text(report: Row) -> str:
     present = [n for n in IMPLEMENTATIONS if any(n in found for found in by.values())]
     cells = [[*key, *(_cell(found.get(n)) for n in present)] for key, found in by.items()]
     for line, found in zip(cells, by.values(), strict=True):
-        line[3] += " ▼" if _worse(found) else ""
+        own = next(n for n in present if n in found)
+        line[3 + present.index(own)] += " ▼" if _worse(found) else ""
     told = ", ".join(f"{key} {report[key]}" for key in ("device", "jax", "commit", "date"))
     parts = [
         f"{told}; {report['clock']}.",

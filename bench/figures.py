@@ -15,6 +15,9 @@ from typing import Any
 
 from bench.program import RESULTS
 
+WITHOUT_TMA = "without-tma"
+"""The kernels of GPUs that have neither TMA nor wgmma, on one that has them."""
+
 OURS, CHOSEN = "mosaic", "auto"
 NAMES = {
     CHOSEN: "jaxkern's choice",
@@ -155,6 +158,8 @@ class Results:
         """
         found: dict[tuple[str, Key], dict[str, dict[str, Row]]] = {}
         for row in filter(steady, self.rows):
+            if row["implementation"] == WITHOUT_TMA:  # of other GPUs, and no rival
+                continue
             key = row["op"], row["shape"], row["dtype"], row["direction"]
             if "contender" in row:
                 key = *key[:1], f"{row['preset']}, {row['length']}", *key[2:]

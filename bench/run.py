@@ -27,13 +27,11 @@ from bench import peers, processes, program, steps, timing
 from bench.cases import MODELS
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
-from bench.figures import write_csv
+from bench.figures import WITHOUT_TMA, write_csv
 from bench.measured import Case, bytes_of, cases, floating
 from bench.program import Row
 from jaxkern.core import target
 
-WITHOUT_TMA = "without-tma"
-"""The kernels of GPUs that have neither TMA nor wgmma, on one that has them."""
 IMPLEMENTATIONS = {"mosaic": "mosaic", "xla": "xla", "auto": None, WITHOUT_TMA: "mosaic"}
 """Implementations of jaxkern, by the argument of the op."""
 
