@@ -292,9 +292,9 @@ def _of_end(steps: Any) -> Any:
     return steps[_E, CHUNK - 1]
 
 
-def _tiles(call: _Call, names: str) -> dict[str, tuple[tuple[int, ...], Any]]:
+def _tiles(call: _Call, names: str) -> dict[str, Any]:
     """Shapes and dtypes of the arrays' parts in a chunk, of these names and of the steps."""
-    of = dict.fromkeys(("q", "k"), ((CHUNK, call.keys), _BF16))
+    of: dict[str, Any] = dict.fromkeys(("q", "k"), ((CHUNK, call.keys), _BF16))
     of["steps"] = (4, CHUNK), _F32
     return {name: of.get(name, ((CHUNK, CHUNK), _BF16)) for name in (*names.split(), "steps")}
 
@@ -596,15 +596,16 @@ _SLOTS = 2
 def _grads_scratch(call: _Call) -> dict[str, Any]:
     """Shared memory of the last kernel: N takes the place of v, and F that of T."""
     early = _tiles(call, "q k v T") | {"v": ((CHUNK, call.values), _BF16)}
-    late = dict.fromkeys(("dout", "dV"), early["v"]) | {"dS": ((call.values, call.keys), _BF16)}
-    scratch = {
-        name: tile(*shape, dtype, stages=_SLOTS)
-        for name, (shape, dtype) in early.items()
+    late: dict[str, Any] = dict.fromkeys(("dout", "dV"), early["v"])
+    late["dS"] = (call.values, call.keys), _BF16
+    scratch: dict[str, Any] = {
+        name: tile(rows, columns, dtype, stages=_SLOTS)
+        for name, ((rows, columns), dtype) in early.items()
         if name != "steps"
     }
     scratch |= {"steps": plgpu.SMEM((_SLOTS, *early["steps"][0]), _F32)}
-    scratch |= {name: tile(*shape, dtype) for name, (shape, dtype) in late.items()}
-    scratch |= {"S": tile(*late["dS"][0], _BF16), "G": tile(CHUNK, CHUNK, _BF16)}
+    scratch |= {name: tile(rows, columns, _BF16) for name, ((rows, columns), _) in late.items()}
+    scratch |= {"S": tile(call.values, call.keys, _BF16), "G": tile(CHUNK, CHUNK, _BF16)}
     scratch |= {"columns": plgpu.SMEM((2, WARPS, CHUNK), _F32)} | _MEETINGS.scratch()
     scratch |= copies_barrier("early", early.values(), _SLOTS)
     return scratch | copies_barrier("late", late.values())
@@ -705,7 +706,7 @@ class _Grads:
         return finish(adding)[0]
 
     def sums(self, steps: Any, h: Any) -> tuple[Any, Any]:
-        """What h adds to dc, and Σ_i h[i,j], (CHUNK,) each."""
+        """The part of dc from h, and Σ_i h[i,j], (CHUNK,) each."""
         columns = self.smem.columns.at[self.own]
         for first in range(0, CHUNK, 32):
             store_column_sums(columns, first, h[:, first : first + 32])
@@ -715,7 +716,7 @@ class _Grads:
         return dc - plgpu.load(steps.at[_BETA], layout=ROWS) * of_later, of_later
 
     def of_dout(self, stage: dict[str, Any]) -> tuple[Any, Any]:
-        """Stores G; what dP ∘ P adds to dc and dβ."""
+        """Stores G; returns what dP ∘ P adds to dc and dβ."""
         steps = stage["steps"]
         dout, new = self.smem.dout, stage["v"]
         (dP,) = multiply([accumulator(CHUNK)], [dout], new, transposed=True)
@@ -730,7 +731,7 @@ class _Grads:
         return dc, of_later + diagonal
 
     def of_new(self, stage: dict[str, Any]) -> tuple[Any, Any]:
-        """Stores F; what −M ∘ a adds to dc and dβ."""
+        """Stores F; returns what −M ∘ a adds to dc and dβ."""
         steps, k = stage["steps"], stage["k"]
         (M,) = multiply([accumulator(CHUNK)], [self.smem.dV], stage["v"], transposed=True)
         M = M * -_decays(steps, strict=True)
@@ -816,7 +817,7 @@ def _launch_grads(call: _Call, dout: Any, states: Any, after: Any, dV: Any, T: A
 
 def launch_fwd(
     options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Any, ...]:
     """Output, final state and, to save, states and T; as the reference."""
     args = q, k, v, g, beta, initial_state, rank, crossed
     if v.size == 0:
