@@ -259,7 +259,7 @@ def test_loops_and_remat_change_the_program_and_not_gradients(shape, remat, scan
     [
         ("130m", {"none": 24.4, "cheap": 17.1, "scan": 7.1, "layer": 3.0}),
         ("mamba2-130m", {"none": 17.7, "cheap": 11.4, "scan": 7.4, "layer": 3.0}),
-        ("gdn-130m", {"none": 34.1, "cheap": 18.0, "scan": 14.0, "layer": 6.0}),  # d_model channels
+        ("gdn-130m", {"none": 35.1, "cheap": 19.0, "scan": 14.0, "layer": 6.0}),  # d_model channels
         ("kda-130m", {"none": 38.8, "cheap": 16.7, "scan": 12.7, "layer": 6.0}),
     ],
 )

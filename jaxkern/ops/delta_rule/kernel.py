@@ -104,8 +104,6 @@ KEYS = 64
 """Key channels that are padded to, and whose gradients are found at once."""
 MOST_VALUES = 2 * SLICE
 """The most value channels of a head in the last kernel: SLICE of each warpgroup."""
-MOST_KEYS = 128
-"""The most key channels: the state of a block is (SLICE, K) in registers."""
 PAIR = 2
 """Chunks of a block that inverts: it has a lane for each column of both."""
 SAVED = SAVED_EVERY // CHUNK
@@ -115,20 +113,6 @@ _SQUARE = 2 * CHUNK * CHUNK
 
 BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
 _BF16, _F32 = jnp.bfloat16, jnp.float32
-
-
-def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str | None:
-    """Why the kernels cannot take such arrays, or ``None``."""
-    if num_segments is not None:
-        return "it has num_segments, and the kernels keep one state of a row, not its segments'"
-    if g is not None and g.ndim == 5:
-        return "g is of channels, and the kernels take decays of heads"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != jnp.bfloat16:
-            return f"{name} is {x.dtype}, and the kernels take bfloat16"
-    if q.shape[-1] > MOST_KEYS:
-        return f"q has {q.shape[-1]} channels a head, and the kernels take at most {MOST_KEYS}"
-    return None
 
 
 def _launch(

@@ -62,7 +62,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import segments
 from jaxkern.ops.delta_rule import devices
-from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_fwd, unsupported
+from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
     Tokens,
@@ -70,6 +70,7 @@ from jaxkern.ops.delta_rule.reference import (
     reference_bwd,
     reference_fwd,
     step,
+    unsupported,
 )
 from jaxkern.ops.scan_options import check_layer, join_groups, put_layer, split_groups, take_layer
 

@@ -33,6 +33,9 @@ SAVED_EVERY = 256
 KERNEL_CHUNK = 64
 """Tokens of a chunk in the kernels, which save T of each: 128 bytes a token and head."""
 
+MOST_KEYS = 128
+"""The most key channels that the kernels take."""
+
 BLOCK = 16
 """The most tokens of a block of a chunk, whose part of the triangular system is inverted. Where
 channels of a key have decays of their own, they share an anchor, too."""
@@ -300,17 +303,31 @@ def delta_rule_reference(options: DeltaRuleOptions, *args: Any) -> tuple[Any, An
     return reference_fwd(dataclasses.replace(options, save=False), *args)[:2]
 
 
+def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str | None:
+    """Why the kernels cannot take such arrays, or ``None``."""
+    if num_segments is not None:
+        return "it has num_segments, and the kernels keep one state of a row, not its segments'"
+    if g is not None and g.ndim == 5:
+        return "g is of channels, and the kernels take decays of heads"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != jnp.bfloat16:
+            return f"{name} is {x.dtype}, and the kernels take bfloat16"
+    if q.shape[-1] > MOST_KEYS:
+        return f"q has {q.shape[-1]} channels a head, and the kernels take at most {MOST_KEYS}"
+    return None
+
+
 def reference_fwd(
     options: DeltaRuleOptions, q, k, v, g, beta, initial_state, rank, crossed
 ) -> tuple[Any, Any, Any, Any]:
     """Output, final state and, to save, states and T; ``None`` for what is not asked for.
 
     Of states the final one is (B, G, R, K, V), with `num_segments` (B, S, G, R, K, V), and those to
-    save (B, c, G, R, K, V). T is what kernels save, zeros here.
+    save (B, c, G, R, K, V). T is what the kernels save if they take such arrays, zeros here.
     """
     args = options, Tokens.of(q, k, v, g, beta), None, initial_state, rank, crossed
     T = None
-    if options.save:
+    if options.save and unsupported(options.num_segments, q, k, v, g) is None:
         chunks = -(-v.shape[1] // (2 * KERNEL_CHUNK)) * 2
         shape = (v.shape[0], chunks, *v.shape[2:4], KERNEL_CHUNK, KERNEL_CHUNK)
         T = vary_over(jnp.zeros(shape, jnp.bfloat16), varying(v))
