@@ -49,22 +49,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.launch import LANES, grid_axes, shared_memory
 from jaxkern.mosaic.mma import (
     PADDED,
+    accumulator,
+    finish,
+    invert_unit_lower,
+    multiply,
+    start,
+)
+from jaxkern.mosaic.registers import zeros as lane_zeros
+from jaxkern.mosaic.tiles import (
     Handoffs,
     Meetings,
     TileRing,
-    accumulator,
     copies_barrier,
     fence_tiles,
-    finish,
     finish_writes,
-    invert_unit_lower,
     lanes_copy,
     launch_tiles,
     load_left,
     load_transposed,
-    multiply,
     rows_of,
-    start,
     start_copies,
     store_matrix,
     store_tile,
@@ -73,7 +76,6 @@ from jaxkern.mosaic.mma import (
     wait_for_copies,
     write_tile,
 )
-from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,

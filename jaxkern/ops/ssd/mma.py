@@ -39,11 +39,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
-    TileRing,
     accumulator,
+    multiply,
+)
+from jaxkern.mosaic.registers import zeros as lane_zeros
+from jaxkern.mosaic.tiles import (
+    TileRing,
     launch_tiles,
     load_left,
-    multiply,
     rows_of,
     start_copies,
     store_matrix,
@@ -53,7 +56,6 @@ from jaxkern.mosaic.mma import (
     wait_for_copies,
     write_tile,
 )
-from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,
