@@ -131,9 +131,10 @@ def copies_barrier(
     return {name: plgpu.Barrier(num_arrivals=sum(copies), num_barriers=count)}
 
 
-def lanes_copy() -> bool:
-    """Whether lanes copy, and not the TMA: then only their own warpgroup can wait for it."""
-    return not by_wgmma()
+def barrier_of(smem: Any, name: str, slot: Any = None) -> Any:
+    """A barrier of :func:`copies_barrier`, or ``None`` where lanes copy."""
+    barrier = getattr(smem, name, None)
+    return barrier if slot is None or barrier is None else barrier.at[slot]
 
 
 def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None, when: Any = True) -> None:
@@ -151,16 +152,16 @@ def start_copies(copies: Iterable[tuple[Any, Any]], barrier: Any = None, when: A
     def _() -> None:
         finish_writes()
         for source, into in copies:
-            if lanes_copy():
-                (_start_tile_copy if _is_tile(into.dtype) else _start_row_copy)(source, into)
-            elif _is_tile(into.dtype):
+            if not _is_tile(into.dtype):
+                start_copy(source, into, barrier)
+            elif by_wgmma():
                 for block in range(into.shape[0]):
                     columns = source.at[:, pl.ds(block * WIDTH, WIDTH)]
                     plgpu.copy_gmem_to_smem(columns, into.at[block], barrier)
             else:
-                plgpu.copy_gmem_to_smem(source, into, barrier)
+                _start_tile_copy(source, into)
 
-    if lanes_copy():
+    if not by_wgmma():
         close_copies(True)
 
 
@@ -268,7 +269,7 @@ class TileRing:
             when all warps are done with step n − 1: both warpgroups', if the block has two.
         """
         memory = lambda name: getattr(smem, self.prefix + name)
-        arrived = lambda slot: smem.arrived.at[slot] if by_wgmma() else None
+        arrived = lambda slot: barrier_of(smem, "arrived", slot)
 
         def fetch(n: Any) -> None:
             slot = lax.rem(n, self.stages)
@@ -307,13 +308,18 @@ class Handoffs:
 
     What the first read from shared memory may then be written, and what it stored is there: to
     tiles, which products and copies read, if it called :func:`fence_tiles`.
+
+    Attributes:
+      names: of the barriers.
+      warpgroups: how many arrive at one before it is passed: both, to :meth:`meet`.
     """
 
     names: tuple[str, ...]
+    warpgroups: int = 1
 
     def scratch(self) -> dict[str, Any]:
-        count = len(self.names)
-        return {"handoffs": plgpu.Barrier(num_barriers=count)} if interpreted() else {}
+        barriers = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=len(self.names))
+        return {"handoffs": barriers} if interpreted() else {}
 
     def give(self, smem: Any, name: str) -> None:
         """Lets the other warpgroup go on."""
@@ -329,29 +335,12 @@ class Handoffs:
             return
         ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
 
-
-@dataclasses.dataclass(frozen=True)
-class Meetings:
-    """Barriers at which two warpgroups wait for each other, and for their stores."""
-
-    names: tuple[str, ...]
-
-    def scratch(self) -> dict[str, Any]:
-        barrier = functools.partial(plgpu.Barrier, num_arrivals=2)
-        return {"meetings": barrier(num_barriers=len(self.names))} if interpreted() else {}
-
     def meet(self, smem: Any, name: str) -> None:
-        number = self.names.index(name)
-        if interpreted():
-            plgpu.barrier_arrive(smem.meetings.at[number])
-            plgpu.barrier_wait(smem.meetings.at[number])
-            return
+        """Lets the other go on and waits for it; stores to tiles are then there."""
         fence_tiles()
-        ptx(f"bar.sync {_FIRST_BARRIER + number}, {2 * LANES};")
-
-
-def _start_row_copy(source: Any, into: Any) -> None:
-    start_copy(source, into, None)
+        if interpreted():
+            self.give(smem, name)
+        self.take(smem, name)
 
 
 def _start_tile_copy(source: Any, into: Any) -> None:
@@ -566,7 +555,7 @@ class Left:
 
 
 def from_quads(values: list[list[Any]], shape: tuple[int, ...]) -> Any:
-    """Undoes :func:`_accumulator`."""
+    """An accumulator, or a part of one, of a lane's four values in each 8 columns."""
     kind = ir.VectorType.get((2,), ir.F32Type.get())
     registers = np.empty(shape, dtype=object)
     flat = registers.reshape(-1, 2)

@@ -58,12 +58,12 @@ from jaxkern.mosaic.mma import (
 from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.tiles import (
     Handoffs,
-    Meetings,
     TileRing,
+    barrier_of,
+    by_wgmma,
     copies_barrier,
     fence_tiles,
     finish_writes,
-    lanes_copy,
     launch_tiles,
     load_left,
     load_transposed,
@@ -295,7 +295,7 @@ def _inverses(call: _Call) -> Any:
         for n in range(PAIR):
             copies.append((at.keys(refs.k, first + n), smem.k.at[n]))
             copies.append((at.numbers(refs.steps, first + n), smem.steps.at[n]))
-        arrived = getattr(smem, "arrived", None)
+        arrived = barrier_of(smem, "arrived")
         start_copies(copies, arrived)
         wait_for_copies(arrived)
         for n in range(PAIR):
@@ -385,7 +385,7 @@ def _launch_scan(call: _Call, initial: Any, T: Any, *, save: bool) -> dict[str, 
     Two warpgroups: one scans, and hands Sᵀ and N to the other, which makes the output.
     """
     grid = call.batch * call.heads * call.slices
-    slots = 1 if lanes_copy() else 2  # the TMA still reads the chunk's before
+    slots = 2 if by_wgmma() else 1  # the TMA still reads the chunk's before
     other = 2 * SLICE * call.keys + (1 + slots) * _SQUARE
     of_both = _tiles(call, "k v T"), _tiles(call, "q k")
     scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
@@ -574,7 +574,7 @@ def _row_sums(v: Any, ref: Any, first: int) -> Any:
     return jnp.sum(total, axis=1)
 
 
-_MEETINGS = Meetings(("fetched", "new", "pairs", "read"))
+_MEETINGS = Handoffs(("fetched", "new", "pairs", "read"), warpgroups=2)
 _SLOTS = 2
 """Chunks whose q, k, v and T there is shared memory for."""
 
@@ -631,7 +631,7 @@ class _Grads:
         copies.append((at.numbers(refs.steps, chunk), smem.steps))
         copies.append((at.all_values(refs.v, chunk), smem.v))
         pairs = [(source, to.at[slot]) for source, to in copies]
-        start_copies(pairs, _barrier_of(smem, "early", slot), n < count)
+        start_copies(pairs, barrier_of(smem, "early", slot), n < count)
 
     def fetch_late(self, n: Any, count: Any) -> None:
         """It starts to fetch what N is needed for."""
@@ -640,10 +640,10 @@ class _Grads:
         at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
         pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
         pairs.append((at.matrix(refs.after, chunk), smem.dS))
-        start_copies(pairs, _barrier_of(smem, "late"), n < count)
+        start_copies(pairs, barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
-        if self.own or not lanes_copy():
+        if self.own or by_wgmma():
             wait_for_copies(barrier, later)
 
     def meet(self, name: str) -> None:
@@ -651,28 +651,25 @@ class _Grads:
 
     def step(self, n: Any, count: Any, S: Any) -> Any:
         slot, smem, own = lax.rem(n, 2), self.smem, self.own
-        self.wait(_barrier_of(smem, "early", slot), 1)
-        if lanes_copy():
+        self.wait(barrier_of(smem, "early", slot), 1)
+        if not by_wgmma():
             self.meet("fetched")
         stage = {name: getattr(smem, name).at[slot] for name in ("q", "k", "v", "T", "steps")}
         if own < self.slices:
             S = self.find_new(stage, S)
-        self.wait(_barrier_of(smem, "late"), 0)
+        self.wait(barrier_of(smem, "late"), 0)
         finish_writes()
         self.meet("new")
         self.fetch(n + 1, count)
         dc, dbeta = self.of_dout(stage) if own == 0 else self.of_new(stage)
         self.meet("pairs")
         kz, products = dc * 0, lane_zeros()
-        if own < self.halves:
-            states = self.read_states(stage)
-            self.meet("read")
-            self.fetch_late(n + 1, count)
+        states = self.read_states(stage) if own < self.halves else None
+        self.meet("read")
+        self.fetch_late(n + 1, count)
+        if states is not None:
             sums, products = self.finish(stage, self.first + n, *states)
             dc, dbeta, kz = dc + sums[0], dbeta + sums[1], sums[2]
-        else:
-            self.meet("read")
-            self.fetch_late(n + 1, count)
         to = self.at.numbers(self.refs.numbers, self.first + n).at[own]
         for row, v in ((_DC, dc), (_DBETA, dbeta), (_KZ, kz)):
             to.at[row][...] = v
@@ -774,11 +771,6 @@ class _Grads:
         return (dc, dbeta, number(_BETA) * dbeta), products * _of_end(steps)
 
 
-def _barrier_of(smem: Any, name: str, slot: Any = None) -> Any:
-    barrier = getattr(smem, name, None)
-    return barrier if slot is None or barrier is None else barrier.at[slot]
-
-
 def _launch_grads(call: _Call, dout: Any, states: Any, after: Any, dV: Any, T: Any) -> Any:
     """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
 
@@ -836,25 +828,12 @@ def _cut(g: Any, v: Any, rank: Any) -> Any:
     return cut_decays(jnp.zeros(v.shape[:-1], jnp.float32) if g is None else g, rank)
 
 
-def launch_bwd(
-    options: DeltaRuleOptions,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    rank,
-    crossed,
-    states,
-    T,
-    dout,
-    dfinal,
-) -> tuple[Any, ...]:
+def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     """The gradients, as the reference."""
-    args = q, k, v, g, beta, initial_state, rank, crossed, states, T, dout, dfinal
+    q, k, v, g, beta, initial_state, rank, _, states, T, dout, dfinal = args
     if v.size == 0:
         return reference_bwd(options, *args)
+    # With 128 key channels the last kernel takes 220 KiB for both slices, 156 for one.
     most = MOST_VALUES if shared_memory() > 220 * 1024 else SLICE
     if v.shape[-1] > most:
         return _bwd_of_parts(most, options, *args)
@@ -892,11 +871,7 @@ def launch_bwd(
     return unless_finite([dg, dbeta, dinitial], found, plain, given)
 
 
-def _bwd_of_parts(
-    most: int,
-    options: DeltaRuleOptions,
-    *args: Any,
-) -> tuple[Any, ...]:
+def _bwd_of_parts(most: int, options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     """The gradients where a head has more than the `most` value channels that a kernel takes.
 
     Channels do not meet: parts of them are heads with the same q, k, g and β.

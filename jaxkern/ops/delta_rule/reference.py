@@ -334,24 +334,15 @@ def reference_fwd(
     return *scan_fwd(*args)[:3], T
 
 
-def reference_bwd(
-    options: DeltaRuleOptions,
-    q,
-    k,
-    v,
-    g,
-    beta,
-    initial_state,
-    rank,
-    crossed,
-    states,
-    T,
-    dout,
-    dfinal,
-) -> tuple[Any, ...]:
+def reference_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     """The gradients; that of the initial state and, where several heads share them, of q and k in
-    fp32."""
-    del T
+    fp32.
+
+    Args:
+      options: of the pass.
+      *args: of :func:`reference_fwd`, what it saved, and the gradients of its results.
+    """
+    q, k, v, g, beta, initial_state, rank, crossed, states, _, dout, dfinal = args
     tokens, given = Tokens.of(q, k, v, g, beta), (rank, crossed, states, dout, dfinal)
     (dq, dk, *others), _, dinitial = scan_bwd(options, tokens, None, initial_state, *given)
     if v.shape[3] == 1:
