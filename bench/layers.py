@@ -53,7 +53,7 @@ SMALL: dict[str, list[Any]] = {
     "gdn": [GatedDeltaNet(32, num_heads=4, num_key_heads=2, d_key=16, d_value=16)],
     "kda": [Kda(32, num_heads=2, d_key=16, d_value=16)],
 }
-"""The same for a machine without a GPU."""
+"""Sizes of the same layers for a machine without a GPU."""
 SHAPES = {"mamba2": ((8, 2048), (2, 8192))}
 SHAPES |= dict.fromkeys(("gdn", "kda"), ((8, 2048), (1, 16384)))
 """Sequences, and their length."""

@@ -68,7 +68,7 @@ def test_peers_have_an_op_with_its_options():
 
 @pytest.mark.parametrize(("name", "path"), DELTA_RULES)
 def test_a_library_gets_the_arrays_of_the_delta_rule(name, path, monkeypatch):
-    """Of its output and final state the bench takes the first."""
+    """The bench takes the output, not the final state."""
     module, _, function = path.partition(":")
     fake = types.SimpleNamespace(**{function: lambda *arrays: (arrays, "state")})
     monkeypatch.setitem(sys.modules, module, fake)

@@ -255,7 +255,7 @@ def test_another_result_is_refused(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_layers_are_timed_of_the_kinds_that_are_named(tmp_path):
-    """Of mamba_ssm Mamba-2 alone."""
+    """mamba_ssm has the Mamba-2 layer alone."""
     out = tmp_path / "a.json"
     words = "--layer gdn --layer kda --calls 1 --only auto,xla,mamba_ssm --out"
     assert layers.main([*words.split(), str(out)]) == 0
