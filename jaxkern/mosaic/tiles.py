@@ -29,7 +29,17 @@ from jaxkern.core import target
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
-from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, i32, inline_mlir, ptx
+from jaxkern.mosaic.registers import (
+    REF,
+    ROW,
+    VECTOR_BYTES,
+    element,
+    i32,
+    inline_mlir,
+    lane_value,
+    ptx,
+    scalar_type,
+)
 from jaxkern.mosaic.ring import close_copies, start_copy
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
 
@@ -68,12 +78,11 @@ def launch_tiles(
     )
 
 
-def tile(rows: int, columns: int, dtype: Any, stages: int | None = None) -> Any:
-    """Shared memory for a tile, or for `stages` of them."""
-    shape = columns // WIDTH, rows, WIDTH
-    return plgpu.SMEM(
-        shape if stages is None else (stages, *shape), dtype, transforms=tile_ref().transforms
-    )
+def tile(rows: int, columns: int, dtype: Any, stages: int | tuple[int, ...] = ()) -> Any:
+    """Shared memory for a tile, or for `stages` of them, which may have several dimensions."""
+    stages = (stages,) if isinstance(stages, int) else stages
+    shape = *stages, columns // WIDTH, rows, WIDTH
+    return plgpu.SMEM(shape, dtype, transforms=tile_ref().transforms)
 
 
 def tile_ref() -> Any:
@@ -318,8 +327,10 @@ class Handoffs:
     warpgroups: int = 1
 
     def scratch(self) -> dict[str, Any]:
+        if not interpreted():
+            return {}
         barriers = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=len(self.names))
-        return {"handoffs": barriers} if interpreted() else {}
+        return {"handoffs": barriers}
 
     def give(self, smem: Any, name: str) -> None:
         """Lets the other warpgroup go on."""
@@ -341,6 +352,79 @@ class Handoffs:
         if interpreted():
             self.give(smem, name)
         self.take(smem, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meetings:
+    """Barriers of pairs of warpgroups: of the first two of a block, of the next two, …
+
+    Attributes:
+      pairs: of warpgroups.
+      axis: the name of the axis of a block's warpgroups.
+    """
+
+    pairs: int
+    axis: Any
+
+    def scratch(self) -> dict[str, Any]:
+        if not interpreted():
+            return {}
+        barriers = plgpu.Barrier(num_arrivals=2, num_barriers=self.pairs)
+        return {"meetings": barriers, "votes": plgpu.SMEM((2 * self.pairs,), jnp.int32)}
+
+    def meet(self, smem: Any) -> None:
+        """Waits for the other warpgroup; both's stores, to tiles too, are then there."""
+        fence_tiles()
+        pair = lax.div(lax.axis_index(self.axis), 2)
+        if interpreted():
+            plgpu.barrier_arrive(smem.meetings.at[pair])
+            plgpu.barrier_wait(smem.meetings.at[pair])
+        else:
+            self._wait()
+
+    def any_above(self, smem: Any, row: jax.Array, most: float) -> jax.Array:
+        """Meets; 1 if a value of `row`, fp32, (LANES,) of both, is above `most`, and else 0."""
+        if interpreted():
+            own = lax.axis_index(self.axis)
+            smem.votes[own] = jnp.any(row > most).astype(jnp.int32)
+            self.meet(smem)
+            above = jnp.maximum(smem.votes[own], smem.votes[own ^ 1])
+            self.meet(smem)
+            return above
+        fence_tiles()
+        return self._sync(row, most)
+
+    def _wait(self) -> None:
+        @inline_mlir()
+        def wait() -> None:
+            pair = arith.shrui(mgpu_utils.thread_idx(), i32(8))
+            llvm.inline_asm(
+                None,
+                [arith.addi(pair, i32(_FIRST_BARRIER))],
+                f"bar.sync $0, {2 * LANES};",
+                "r,~{memory}",
+                has_side_effects=True,
+            )
+
+        wait()
+
+    def _sync(self, row: jax.Array, most: float) -> jax.Array:
+        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        @inline_mlir(ROW, returns=scalar_type(np.int32))
+        def vote(row: Any) -> Any:
+            pair = arith.shrui(mgpu_utils.thread_idx(), i32(8))
+            voted = llvm.inline_asm(
+                word,
+                [lane_value(row), arith.constant(f32, most), arith.addi(pair, i32(_FIRST_BARRIER))],
+                "{ .reg .pred p, q; setp.gt.f32 p, $1, $2; "
+                f"bar.red.or.pred q, $3, {2 * LANES}, p; selp.s32 $0, 1, 0, q; }}",
+                "=r,f,f,r,~{memory}",
+                has_side_effects=True,
+            )
+            return mgpu.FragmentedArray.splat(voted, (), is_signed=True)
+
+        return vote(row)
 
 
 def _start_tile_copy(source: Any, into: Any) -> None:
@@ -432,9 +516,15 @@ def load_left(
     return load(ref)
 
 
-def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
-    """Stores (64, n) in 16 bits to a tile of its shape, or `transposed` to (n, 64)."""
+def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False, first: int = 0) -> None:
+    """Stores (64, n) in 16 bits to a tile of its shape, or `transposed` to (n, 64).
+
+    Where it is not transposed, a tile with more columns may be given, and the `first` to begin
+    with, a multiple of 16.
+    """
     if interpreted():
+        if not transposed and v.shape != shape_of(ref):
+            v = values_of(ref).at[:, first : first + v.shape[1]].set(v)
         _set_values(ref, v.T if transposed else v)
         return
 
@@ -443,7 +533,8 @@ def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
         tile, registers = Tile(ref), v.registers.reshape(-1, 2)
         if own:
             for k in range(0, len(registers), 2):
-                tile.store_matrices(k, [bits_of(v) for v in registers[k : k + 2].flat], transposed)
+                words = [bits_of(v) for v in registers[k : k + 2].flat]
+                tile.store_matrices(k + first // UNIT, words, transposed)
             return
         word = ir.IntegerType.get_signless(32)
         group, pair = tile.digit(2, 3), arith.muli(tile.digit(0, 2), i32(2))
@@ -457,7 +548,8 @@ def store_tile(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
                 unit = arith.addi(arith.muli(tile.warp, i32(2)), i32(half))
             else:
                 row = arith.addi(arith.addi(arith.muli(tile.warp, i32(16)), group), i32(8 * half))
-                block, unit = k // UNITS, i32(k % UNITS)
+                block, unit = divmod(k + first // UNIT, UNITS)
+                unit = i32(unit)
             llvm.store(value, tile.address(row, unit, group, pair, block), alignment=4)
 
     own = by_wgmma()  # Hopper's instruction, which takes four matrices
@@ -490,6 +582,43 @@ def store_matrix(ref: Any, v: jax.Array, *, transposed: bool = False) -> None:
             )
 
     store(ref, v)
+
+
+def load_rows(ref: Any, first: int, columns: int, *, anchor: int | None = None) -> jax.Array:
+    """Loads (64, columns) from a matrix of 64 rows, fp32, from column `first` on.
+
+    With `anchor` a row i is the last one before i's half of its block of 2 · anchor rows, or of the
+    other half: row anchor − 1 of the block.
+    """
+    if interpreted():
+        rows = jnp.arange(ACCUMULATOR_ROWS)
+        rows = rows if anchor is None else rows // (2 * anchor) * 2 * anchor + anchor - 1
+        return ref[...][rows, first : first + columns]
+
+    @inline_mlir(REF, returns=tile_type((ACCUMULATOR_ROWS, columns), jnp.float32))
+    def load(ref: Any) -> Any:
+        f32 = ir.F32Type.get()
+        stride = ir.MemRefType(ref.type).get_strides_and_offset()[0][0]
+        row, pair = _row_and_pair(_lane())
+        starts = []
+        for half in range(2):
+            own = arith.addi(row, i32(8 * half))
+            if anchor is not None:
+                own = arith.addi(arith.andi(own, i32(-2 * anchor)), i32(anchor - 1))
+            at = arith.addi(arith.muli(own, i32(stride)), arith.muli(pair, i32(2)))
+            starts.append(mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [at], f32))
+        registers = np.empty(
+            mgpu.WGMMA_LAYOUT.registers_shape((ACCUMULATOR_ROWS, columns)), dtype=object
+        )
+        flat, kind = registers.reshape(-1, 2), ir.VectorType.get((2,), f32)
+        for (k, half), _ in np.ndenumerate(flat):
+            address = mgpu_utils.getelementptr(starts[half], [first + UNIT * k], f32)
+            flat[k, half] = llvm.load(kind, address, alignment=8)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return load(ref)
 
 
 def load_transposed(ref: Any) -> jax.Array:

@@ -29,6 +29,7 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.registers import (
     REF,
     VECTOR_BYTES,
+    element,
     elements,
     fragmented,
     i32,
@@ -201,6 +202,57 @@ def causal(v: Any, *, transposed: bool = False, first: int = 0) -> Any:
     return select(v)
 
 
+def keep_pairs(v: Any, size: int, apart: int | None = None) -> Any:
+    """Zeros in (64, 64) but for pairs of rows and columns in the two halves of a block.
+
+    Blocks have 2 · size rows and columns. All pairs are of one size, but those of a number with
+    itself, which are of size 0.
+
+    Args:
+      v: fp32 or 16 bits, in the layout of accumulators.
+      size: 0 or a power of 2.
+      apart: 0 to keep all pairs in the same block of `size` instead.
+    """
+    mask, apart = -max(size, 1), size if apart is None else apart
+    if interpreted():
+        rows, columns = (lax.broadcasted_iota(jnp.int32, v.shape, a) for a in (0, 1))
+        return jnp.where((rows ^ columns) & mask == apart, v, jnp.zeros((), v.dtype))
+
+    @inline_mlir(TILE, returns=plgpu.ShapeDtypeStruct(v.shape, v.dtype, layout=TILE))
+    def select(v: Any) -> Any:
+        lane, f32 = mgpu_utils.thread_idx(), ir.F32Type.get()
+        bits = lambda low, count: arith.andi(arith.shrui(lane, i32(low)), i32((1 << count) - 1))
+        row = arith.ori(arith.shli(bits(5, 2), i32(4)), bits(2, 3))
+        found = arith.andi(arith.xori(row, arith.shli(bits(0, 2), i32(1))), i32(mask))
+        kept = lambda k, half, n: arith.cmpi(
+            arith.CmpIPredicate.eq, found, i32((8 * half ^ 8 * k ^ n) & mask ^ apart)
+        )
+        chosen = np.empty_like(v.registers)
+        flat, to = v.registers.reshape(-1, 2), chosen.reshape(-1, 2)
+        for (k, half), register in np.ndenumerate(flat):
+            if size > 1 and v.mlir_dtype != f32:  # both elements of a register, or none
+                to[k, half] = _selected(kept(k, half, 0), register)
+                continue
+            parts = [
+                _selected(kept(k, half, n), value) for n, value in enumerate(elements(register))
+            ]
+            to[k, half] = vector.from_elements(register.type, parts)
+        return mgpu.FragmentedArray(_registers=chosen, _layout=v.layout, _is_signed=None)
+
+    return select(v)
+
+
+def _selected(keep: Any, value: Any) -> Any:
+    """`value`, a number or a register of two, or zero."""
+    word = ir.IntegerType.get_signless(32)
+    if not isinstance(value.type, ir.VectorType):
+        zero = arith.constant(value.type, ir.FloatAttr.get(value.type, 0.0))
+        return arith.select(keep, value, zero)
+    bits = vector.bitcast(ir.VectorType.get((1,), word), value)
+    bits = arith.select(keep, element(bits, 0), i32(0))
+    return vector.bitcast(value.type, vector.from_elements(ir.VectorType.get((1,), word), [bits]))
+
+
 # Fragments of an accumulator
 
 _CONTRACT = arith.FastMathFlags.contract
@@ -237,17 +289,18 @@ def _registers_of_columns(registers: Any) -> Any:
     return registers.reshape(-1, 2)
 
 
-def store_column_sums(ref: Any, first: int, v: Any) -> None:
+def store_column_sums(ref: Any, first: int, v: Any, row: int | None = None) -> None:
     """Stores the sums of columns over each warp's 16 rows.
 
     Args:
       ref: (WARPS, n) in shared memory.
       first: the column of `ref` where the columns of `v` begin.
       v: (64, 32), in the layout of accumulators.
+      row: elements from one row of `ref` to the next, by default n.
     """
     (sums,) = sum_lanes(_sums_of_row_pairs(v), (16, 8, 4))
     columns = ref.at[:, pl.ds(first, v.shape[1])]  # the interpreter stores all that it is given
-    row = v.shape[1] if interpreted() else ref.shape[1]
+    row = v.shape[1] if interpreted() else row or ref.shape[1]
     # After each of the three steps a lane has half of its columns: of 4 · 2, one.
     digits = (1, 4, 2), (4, 2, 1), (8, 4, 8), (32, WARPS, row)
     store_lanes(columns, LaneOffsets(digits), [sums])

@@ -194,7 +194,7 @@ def gated_delta_rule(
         crossed = None if count is None else segments.crossings(ids, count)
     reason = unfit(**dict(zip(_FLOATING, (*args, initial_state), strict=True)))
     if reason is None and implementation == "mosaic":
-        reason = unsupported(count, *_by_group((*args, None), 2)[:4])
+        reason = unsupported(count, *args[:3])
     mode = resolve(implementation, reason, op="gated_delta_rule")
     options = DeltaRuleOptions(
         return_final_state,
@@ -297,8 +297,8 @@ _SAVED = "b l g r k v", "b l g r t u"
 """The factors of states and of T."""
 
 
-def _unfit(options: DeltaRuleOptions, q, k, v, g, *rest) -> str | None:
-    return unsupported(options.num_segments, q, k, v, g)
+def _unfit(options: DeltaRuleOptions, q, k, v, *rest) -> str | None:
+    return unsupported(options.num_segments, q, k, v)
 
 
 FORWARD = KernelPass(

@@ -303,12 +303,10 @@ def delta_rule_reference(options: DeltaRuleOptions, *args: Any) -> tuple[Any, An
     return reference_fwd(dataclasses.replace(options, save=False), *args)[:2]
 
 
-def unsupported(num_segments: int | None, q: Any, k: Any, v: Any, g: Any) -> str | None:
+def unsupported(num_segments: int | None, q: Any, k: Any, v: Any) -> str | None:
     """Why the kernels cannot take such arrays, or ``None``."""
     if num_segments is not None:
         return "it has num_segments, and the kernels keep one state of a row, not its segments'"
-    if g is not None and g.ndim == 5:
-        return "g is of channels, and the kernels take decays of heads"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != jnp.bfloat16:
             return f"{name} is {x.dtype}, and the kernels take bfloat16"
@@ -327,7 +325,8 @@ def reference_fwd(
     """
     args = options, Tokens.of(q, k, v, g, beta), None, initial_state, rank, crossed
     T = None
-    if options.save and unsupported(options.num_segments, q, k, v, g) is None:
+    by_channel = g is not None and g.ndim == 5
+    if options.save and not by_channel and unsupported(options.num_segments, q, k, v) is None:
         chunks = -(-v.shape[1] // (2 * KERNEL_CHUNK)) * 2
         shape = (v.shape[0], chunks, *v.shape[2:4], KERNEL_CHUNK, KERNEL_CHUNK)
         T = vary_over(jnp.zeros(shape, jnp.bfloat16), varying(v))

@@ -1,0 +1,626 @@
+"""Kernels of the gated delta rule that only decays of channels need.
+
+With g of key channels, c and E of :mod:`jaxkern.ops.delta_rule.kernel` are (CHUNK, K), and
+
+    P[i,j] = scale · Σ_k q[i,k] · k[j,k] · exp(c[i,k] − c[j,k]) · β[j]
+
+is no product times a matrix. Pairs i > j are taken by size: the half, 32, 16, …, 1, of the smallest
+block of a power of 2 of tokens that has both. i is in the second half of that block, j in the
+first, whose last token is their anchor m:
+
+    exp(c[i] − c[j]) = f[i] · f[j],  f[i] = exp(c[i] − c[m]),  f[j] = exp(c[m] − c[j])
+
+No exponent is above 0 where g is not, and all pairs of a size are in one product of f ∘ Q, or of
+f ∘ K, with f ∘ K. Others in that product are dropped. Where decays in a block of 16 tokens are mild
+enough for exponents of both signs, all of its pairs are in one product, with the eighth token as
+the anchor, instead of in four: each token then has an f as the later one and one as the earlier.
+
+The first kernel finds T, P, E ∘ K, scale · E ∘ Q and β ∘ left ∘ K, with which the scans multiply.
+Backward, the gradient of each f ∘ Q and f ∘ K is a product with the gradients of those pairs. What
+c[i] has from pairs is q · dQ and the part of k · dK from pairs with i as the later one, less that
+from pairs with i as the earlier one.
+"""
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.launch import LANES
+from jaxkern.mosaic.mma import (
+    PADDED,
+    accumulator,
+    finish,
+    invert_unit_lower,
+    multiply,
+    start,
+)
+from jaxkern.mosaic.registers import ROW, lane_numbers
+from jaxkern.mosaic.registers import zeros as lane_zeros
+from jaxkern.mosaic.tiles import (
+    Meetings,
+    TileRing,
+    barrier_of,
+    by_wgmma,
+    copies_barrier,
+    finish_writes,
+    load_left,
+    load_rows,
+    rows_of,
+    start_copies,
+    store_matrix,
+    store_tile,
+    sync_tiles,
+    tile,
+    wait_for_copies,
+    write_tile,
+)
+from jaxkern.mosaic.wgmma import (
+    COLUMNS,
+    ROWS,
+    WARPS,
+    causal,
+    keep_pairs,
+    over_columns,
+    over_rows,
+    store_column_sums,
+    to_fp32,
+)
+from jaxkern.ops.chunks import least_log_decay
+from jaxkern.ops.delta_rule.call import (
+    BETA,
+    BF16,
+    CHUNK,
+    F32,
+    KEYS,
+    MOST,
+    SAVED,
+    SLICE,
+    SQUARE,
+    WARPGROUP,
+    Call,
+    Place,
+    by_column,
+    by_row,
+    first_state,
+    launch,
+    new_values,
+    next_state,
+    tiles_of,
+    tokens_of,
+)
+
+FAR, NEAR = (32, 16), (8, 4, 2, 1)
+"""Sizes of pairs: of two blocks of BLOCK tokens, and of one."""
+BLOCK = 16
+"""Tokens whose pairs may be in one product."""
+MILD = 100.0
+"""The most, in powers of 2, that half of a block may decay by for that: squares are finite."""
+PART = 32
+"""Key channels whose gradients are found at once: for more there are no registers."""
+_HALF = CHUNK // 2
+"""Tokens of a chunk that a warpgroup sums."""
+_WIDE = LANES + 8
+"""Elements of a row of c, such that lanes of a warp read parts of 8 rows without conflicts."""
+BESIDE = 2
+"""Chunks of a block in the first kernel, of two warpgroups each, that wait for memory in turn."""
+_K, _Q = range(2)
+"""Tiles of a chunk's tokens."""
+
+
+class _Half:
+    """A warpgroup of two: it has KEYS of the key channels, and half of a chunk's tokens.
+
+    Attributes:
+      own: its number of the two.
+      slot: the number of the two in the block.
+    """
+
+    def __init__(self, call: Call, refs: Any, smem: Any, beside: int, *counts: int):
+        self.call, self.refs, self.at = call, refs, Place(call, *counts)
+        warpgroup, self.meetings = lax.axis_index(WARPGROUP), Meetings(beside, WARPGROUP)
+        self.own, self.slot = lax.rem(warpgroup, 2), lax.div(warpgroup, 2)
+        shared = "meetings", "votes"
+        of_slot = {n: v if n in shared else v.at[self.slot] for n, v in vars(smem).items()}
+        self.smem = smem = types.SimpleNamespace(**of_slot)
+        self.channels = pl.ds(self.own * KEYS, KEYS)
+        self.c = smem.c.at[:, self.channels]
+        self.k, self.q = (self.part_of(smem.tokens.at[n]) for n in (_K, _Q))
+        self.earlier = self.part_of(smem.earlier)
+
+    def part_of(self, tile: Any) -> Any:
+        """The own channels of a tile."""
+        return tile.at[pl.ds(self.own, 1)]
+
+    def meet(self) -> None:
+        self.meetings.meet(self.smem)
+
+    def written(self, ref: Any, chunk: Any) -> Any:
+        """(CHUNK, KEYS) of an array (B, L, H, K)."""
+        return ref.at[self.at.batch, tokens_of(chunk), self.at.head, self.channels]
+
+    def tokens(self, chunk: Any) -> list[tuple[Any, Any]]:
+        """What is copied of a chunk's tokens."""
+        at, refs, smem = self.at, self.refs, self.smem
+        copies = [
+            (at.keys(ref, chunk), smem.tokens.at[n]) for n, ref in enumerate((refs.k, refs.q))
+        ]
+        return [*copies, (at.numbers(refs.steps, chunk), smem.steps)]
+
+    def log_decays(self, chunk: Any) -> list[Any]:
+        """(K,) of each of the own tokens: g."""
+        first = chunk * CHUNK + self.own * _HALF
+        of_token = lambda n: self.refs.g.at[self.at.batch, first + n, self.at.head]
+        return [plgpu.load(of_token(n), layout=ROW) for n in range(_HALF)]
+
+    def used(self, g: Any, number: int) -> Any:
+        """The logarithm of the decay that a token has by g, of which sums are finite."""
+        least, g = least_log_decay(F32), g.astype(F32)
+        if self.call.packed:
+            most = self.smem.steps[MOST, self.own * _HALF + number]
+            g = jnp.where(g > most, least, g)
+        return jnp.maximum(g, least)
+
+    def row(self, number: int) -> Any:
+        """(K,) of c, of one of the own tokens."""
+        return self.smem.c.at[self.own * _HALF + number, pl.ds(0, LANES)]
+
+    def of_other(self, total: Any, other: int) -> Any:
+        """The `total` of warpgroup `other`, (LANES,), in the other one; zeros in itself."""
+        self.smem.totals.at[self.own][...] = total
+        self.meet()
+        found = plgpu.load(self.smem.totals.at[other], layout=ROW)
+        return found * jnp.where(self.own == other, 0.0, 1.0)
+
+    def kept(self, gates: list[Any]) -> Any:
+        """Bits of (LANES,) integers: whether the decay of a token is that of its g."""
+        bits = lane_numbers() * 0
+        for number, g in enumerate(gates):
+            own = g.astype(F32) == self.used(g, number)
+            bits = bits | jnp.where(own, jnp.int32(1 << number if number < 31 else -(1 << 31)), 0)
+        return bits
+
+    def store_sums(self, gates: list[Any]) -> Any:
+        """Stores c, the sums of g · log2(e) from the chunk's first token on, (CHUNK, K).
+
+        Returns whether a half of a block of 16 tokens has more than `MILD` of them, 0 or 1.
+        """
+        total, sums, most, run = lane_zeros(), [], lane_zeros(), lane_zeros()
+        for number, g in enumerate(gates):
+            own = self.used(g, number) * LOG2E
+            total = total + own
+            sums.append(total)
+            run = run + jnp.abs(own)
+            if number % (BLOCK // 2) == BLOCK // 2 - 1:
+                most, run = jnp.maximum(most, run), lane_zeros()
+        before = self.of_other(total, 0)
+        for number, v in enumerate(sums):
+            self.row(number)[...] = v + before
+        return self.meetings.any_above(self.smem, most, MILD)
+
+    def sums(self, first: int) -> Any:
+        """c of PART of the own channels, from `first` on, as below."""
+        return load_rows(self.c, first, PART)
+
+    def exponents(self, anchor: int, first: int) -> Any:
+        """c less that of the anchor of each token."""
+        return self.sums(first) - load_rows(self.c, first, PART, anchor=anchor)
+
+    def factors(self, size: int, first: int) -> Any:
+        """f of pairs of a size."""
+        sign = over_rows(jnp.where(is_later(size), 1.0, -1.0), PART)
+        return jnp.exp2(self.exponents(size, first) * sign)
+
+    def end(self, first: int) -> Any:
+        """(PART,): c of the last token."""
+        channels = pl.ds(self.own * KEYS + first, PART)
+        return plgpu.load(self.smem.c.at[CHUNK - 1, channels], layout=COLUMNS)
+
+    def to_end(self, first: int) -> Any:
+        """left, (CHUNK, PART)."""
+        return jnp.exp2(over_columns(self.end(first), CHUNK) - self.sums(first))
+
+
+def is_later(size: int) -> Any:
+    """(CHUNK,): whether tokens are the later ones of pairs of a size."""
+    number = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
+    return (number & size) != 0
+
+
+def _scratch_of_tokens(call: Call, beside: int, **more: Any) -> dict[str, Any]:
+    """Shared memory for each of `beside` chunks: tiles, (2, …) with two, and rows of fp32."""
+    tokens = (CHUNK, call.keys), BF16
+    of = {"tokens": ((2, *tokens[0]), BF16), "earlier": tokens} | more
+    of |= {"steps": tiles_of(call, "q")["steps"]}
+    of |= {"c": ((CHUNK, _WIDE), F32), "totals": ((2, LANES), F32)}
+
+    def memory(shape: tuple[int, ...], dtype: Any) -> Any:
+        if dtype == F32:
+            return plgpu.SMEM((beside, *shape), F32)
+        return tile(*shape[-2:], BF16, stages=(beside, *shape[:-2]))
+
+    scratch = {name: memory(*like) for name, like in of.items()}
+    return scratch | Meetings(beside, WARPGROUP).scratch()
+
+
+def pairs(call: Call) -> dict[str, Any]:
+    """What the scans take: T, P with its weights, the decayed tiles, and exp(c[last])."""
+
+    def kernel(refs: Any, smem: Any) -> None:
+        _Pairs(call, refs, smem, BESIDE, call.chunks // BESIDE).run()
+
+    A = (1, CHUNK, PADDED), F32
+    scratch = _scratch_of_tokens(call, BESIDE, P=((CHUNK, CHUNK), BF16), A=A)
+    scratch |= copies_barrier("arrived", tiles_of(call, "q k").values(), BESIDE)
+    ends = jax.ShapeDtypeStruct((call.batch, call.heads, call.chunks, call.keys), F32)
+    outs = dict.fromkeys(("kd", "kt", "qd"), call.of_keys_like(BF16))
+    outs |= {"T": call.matrices_like(), "P": call.matrices_like(), "ends": ends}
+    ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps}
+    grid = call.batch * call.heads * call.chunks // BESIDE
+    return launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2 * BESIDE)
+
+
+class _Pairs(_Half):
+    """The first warpgroup finds the products K Kᵀ of pairs, and T, the second Q Kᵀ, and P."""
+
+    def run(self) -> None:
+        at, smem, refs = self.at, self.smem, self.refs
+        chunk = at.own[0] * BESIDE + self.slot
+        arrived = barrier_of(smem, "arrived")
+        start_copies(self.tokens(chunk), arrived, self.own == 0)
+        gates = self.log_decays(chunk)
+        wait_for_copies(arrived)
+        if not by_wgmma():
+            self.meet()
+        wide = self.store_sums(gates)
+        q, k = load_left(self.q), load_left(self.k)
+        total = self.products(q, k, wide) * by_column(smem.steps, BETA)
+        self.store(lambda first: jnp.exp2(self.sums(first)), q=q, k=k, scale=self.call.scale)
+        sync_tiles()
+        write_tile(self.k, self.written(refs.kd, chunk))
+        write_tile(self.q, self.written(refs.qd, chunk))
+
+        @pl.when(self.own == 0)
+        def _() -> None:
+            store_matrix(smem.A.at[0, :, pl.ds(0, CHUNK)], total)
+            sync_tiles()
+            invert_unit_lower(smem.A, refs.T.at[at.batch, pl.ds(chunk, 1), at.head])
+
+        @pl.when(self.own == 1)
+        def _() -> None:
+            in_order = jnp.exp2(causal(accumulator(CHUNK))) * self.call.scale
+            store_tile(smem.P, (total * in_order).astype(BF16))
+            sync_tiles()
+            write_tile(smem.P, at.matrix(refs.P, chunk))
+            last = plgpu.load(smem.c.at[CHUNK - 1, pl.ds(0, LANES)], layout=ROW)
+            at.numbers(refs.ends, chunk)[...] = jnp.exp2(last)
+
+        finish_writes()
+        sync_tiles()
+        beta = by_row(smem.steps, BETA, PART)
+        self.store(lambda first: self.to_end(first) * beta, k=k)
+        sync_tiles()
+        write_tile(self.k, self.written(refs.kt, chunk))
+        finish_writes()
+
+    def store(self, f: Any, *, k: Any, q: Any = None, scale: float = 1) -> None:
+        """Stores f ∘ K and f ∘ Q · scale."""
+        for first in range(0, KEYS, PART):
+            weight, part = f(first), slice(first, first + PART)
+            store_tile(self.k, (to_fp32(k[:, part]) * weight).astype(BF16), first=first)
+            if q is not None:
+                v = to_fp32(q[:, part]) * (weight if scale == 1 else weight * scale)
+                store_tile(self.q, v.astype(BF16), first=first)
+
+    def products(self, q: Any, k: Any, wide: Any) -> Any:
+        """Σ_k k[i,k] k[j,k] exp(c[i,k] − c[j,k]), or with q[i,k], (CHUNK, CHUNK), for j ≤ i."""
+        smem, left = self.smem, self.smem.tokens.at[self.own]
+
+        def multiplied(right: Any) -> Any:
+            self.meet()
+            (v,) = multiply([accumulator(CHUNK)], [left], right, transposed=True)
+            self.meet()  # all products are done
+            return v
+
+        def of_size(size: int) -> Any:
+            self.store(lambda first: self.factors(size, first), q=q, k=k)
+            return keep_pairs(multiplied(smem.tokens.at[_K]), size)
+
+        def of_block(_: Any, total: Any) -> Any:
+            exponents = lambda first: self.exponents(BLOCK // 2, first)
+            self.store(lambda first: jnp.exp2(exponents(first)), q=q, k=k)
+            for first in range(0, KEYS, PART):
+                v = to_fp32(k[:, first : first + PART]) * jnp.exp2(-exponents(first))
+                store_tile(self.earlier, v.astype(BF16), first=first)
+            return total + keep_pairs(multiplied(smem.earlier), BLOCK, apart=0)
+
+        def near(_: Any, total: Any) -> Any:
+            store_tile(self.k, k)
+            store_tile(self.q, q)
+            total = total + keep_pairs(multiplied(smem.tokens.at[_K]), 0)
+            return sum(map(of_size, NEAR), total)
+
+        total = sum(map(of_size, FAR), accumulator(CHUNK))
+        total = lax.fori_loop(0, 1 - wide, of_block, total)
+        return lax.fori_loop(0, wide, near, total)
+
+
+def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, Any]:
+    """S before each chunk, transposed in 16 bits, and N, from the states that were saved."""
+    grid = call.batch * call.heads * states.shape[1] * call.slices
+    other = 2 * SLICE * call.keys + SQUARE
+    (ring,) = TileRing.of(other, grid, tiles_of(call, "kd kt v T"))
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = Place(call, call.slices, states.shape[1])
+        part, index = at.own
+        first = index * SAVED
+
+        def sources(n: Any) -> dict[str, Any]:
+            chunk, of = first + n, {"T": at.matrix, "ends": at.numbers, "v": None}
+            found = {x: of.get(x, at.all_values) for x in ring.tiles}
+            found["v"] = lambda ref, chunk: at.values(ref, chunk, part)
+            return {name: get(getattr(refs, name), chunk) for name, get in found.items()}
+
+        def step(n: Any, stage: dict[str, Any], S: Any) -> Any:
+            narrow = S.astype(BF16)
+            reading = start([accumulator(CHUNK)], [narrow], stage["kd"], transposed=True)
+            finish_writes()
+            sync_tiles()
+            store_tile(smem.S, narrow)
+            making = new_values(stage, reading)
+            adding, new = next_state(stage, S, making)
+            store_tile(smem.N, new.astype(BF16), transposed=True)
+            sync_tiles()
+            write_tile(smem.S, at.turned(refs.S, first + n, part))
+            write_tile(smem.N, at.values(refs.N, first + n, part))
+            return finish(adding)[0]
+
+        S = first_state(refs.states, at, index, part, call.keys)
+        ring.loop(smem, jnp.minimum(SAVED, call.chunks - first), sources, step, S)
+        finish_writes()
+
+    ins = {x: found[x] for x in ("kd", "kt", "T", "ends")} | {"v": call.v, "states": states}
+    outs = {"S": call.turned_like(), "N": jax.ShapeDtypeStruct(call.v.shape, BF16)}
+    scratch = ring.scratch()
+    scratch |= {"S": tile(SLICE, call.keys, BF16), "N": tile(CHUNK, SLICE, BF16)}
+    return launch(kernel, "states", ins, outs, scratch, grid)
+
+
+def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
+    """dQ and dK of each head, dg, and parts of dβ, (B, H, chunks, 2, CHUNK).
+
+    Args:
+      call: of the pass.
+      arrays: N, dO and dV, (B, L, H, V), and S before and dS after each chunk, transposed.
+    """
+    like, chunks = jax.ShapeDtypeStruct, call.chunks
+
+    def kernel(refs: Any, smem: Any) -> None:
+        _Grads(call, refs, smem, 1, per_head).run()
+
+    per_head = -(-chunks // SAVED)
+    of_heads = call.of_keys_like(BF16 if call.rank == 1 else F32)
+    outs = {"dq": of_heads, "dk": of_heads, "dg": like(call.g.shape, call.g.dtype)}
+    outs["dbeta"] = like((call.batch, call.heads, chunks, 2, CHUNK), F32)
+    ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays
+    of_values, states = ((CHUNK, call.values), BF16), ((call.values, call.keys), BF16)
+    both = lambda shape: ((2, *shape), BF16)
+    more = {"N": of_values, "grads": both(of_values[0]), "S": states, "dS": states}
+    more |= {"pairs": both((CHUNK, CHUNK)), "diagonal": ((CHUNK,), F32)}
+    scratch = _scratch_of_tokens(call, 1, **more, columns=((2, WARPS, LANES), F32))
+    scratch |= copies_barrier("early", tiles_of(call, "q k").values(), 1)
+    scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2, 1)
+    grid = call.batch * call.heads * per_head
+    return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2)
+
+
+class _Grads(_Half):
+    """Chunk by chunk, one warpgroup has the gradients of P, the other those of K Kᵀ.
+
+    Then each has those of its key channels, and at last those of g of its tokens.
+    """
+
+    def run(self) -> None:
+        (index,) = self.at.own
+        first = index * SAVED
+        count = jnp.minimum(SAVED, self.call.chunks - first)
+        self.fetch(first, True)
+        self.fetch_late(first, True)
+
+        def step(n: Any, gates: Any) -> Any:
+            return self.step(first + n, n + 1 < count, gates)
+
+        lax.fori_loop(0, count, step, self.log_decays(first))
+        finish_writes()
+
+    def fetch(self, chunk: Any, when: Any) -> None:
+        """The second warpgroup starts to fetch a chunk's tokens."""
+        start_copies(self.tokens(chunk), barrier_of(self.smem, "early"), (self.own == 1) & when)
+
+    def fetch_late(self, chunk: Any, when: Any) -> None:
+        """It starts to fetch what is multiplied with values and states."""
+        at, refs, smem = self.at, self.refs, self.smem
+        copies = [(at.all_values(refs.N, chunk), smem.N)]
+        copies += [
+            (at.all_values(ref, chunk), smem.grads.at[n])
+            for n, ref in enumerate((refs.dout, refs.dV))
+        ]
+        copies += [(at.matrix(refs.S, chunk), smem.S), (at.matrix(refs.dS, chunk), smem.dS)]
+        start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
+
+    def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
+        smem, at, refs = self.smem, self.at, self.refs
+        wait_for_copies(barrier_of(smem, "early"))
+        wait_for_copies(barrier_of(smem, "late"))
+        if not by_wgmma():
+            self.meet()
+        wide, kept = self.store_sums(gates), self.kept(gates)
+        self.store_pairs()
+        self.meet()
+        dbeta = 0
+        for first in range(0, KEYS, PART):
+            q, k = (load_left(v, columns=(first, PART)) for v in (self.q, self.k))
+            grads = self.of_states(first)
+            if first + PART == KEYS:
+                self.meet()  # all that is late has been read
+                self.fetch_late(chunk + 1, more)
+            grads = self.of_keys(first, k, *grads)
+            for size in FAR:
+                grads = self.of_size(first, q, k, size, grads)
+            grads = lax.fori_loop(
+                0, 1 - wide, lambda _, v, f=first, q=q, k=k: self.of_block(f, q, k, v), grads
+            )
+            grads = lax.fori_loop(
+                0, wide, lambda _, v, f=first, q=q, k=k: self.of_near(f, q, k, v), grads
+            )
+            dq, dk, dc, of_part = self.of_roles(q, k, *grads)
+            dbeta = dbeta + of_part
+            sync_warpgroup()  # all warps have read c
+            store_matrix(self.c.at[:, pl.ds(first, PART)], dc)
+            self.write_keys(chunk, first, dq, dk)
+        at.numbers(refs.dbeta, chunk).at[self.own][...] = dbeta
+        sync_tiles()
+        if self.call.rank == 1:
+            write_tile(self.q, self.written(refs.dq, chunk))
+            write_tile(self.k, self.written(refs.dk, chunk))
+        later = self.log_decays(jnp.minimum(chunk + 1, self.call.chunks - 1))
+        self.write_log_decays(chunk, kept)
+        finish_writes()
+        self.meet()
+        self.fetch(chunk + 1, more)
+        return later
+
+    def store_pairs(self) -> None:
+        """Stores the gradients of pairs of Q and K, times the scale, or of K and K, in 16 bits.
+
+        That is of pairs times β of the earlier one. Those of a token with itself are kept apart.
+        """
+        smem, of_keys = self.smem, self.own == 1
+        left = smem.grads.at[self.own]
+        (v,) = multiply([accumulator(CHUNK)], [left], smem.N, transposed=True)
+        v = v * jnp.where(of_keys, -1.0, self.call.scale)
+
+        @pl.when(~of_keys)
+        def _() -> None:
+            smem.diagonal[...] = jnp.sum(keep_pairs(v, 0), axis=1)
+
+        v = v * jnp.exp2(causal(accumulator(CHUNK), first=1))
+        store_tile(smem.pairs.at[self.own], v.astype(BF16))
+
+    def of_states(self, first: int) -> tuple[Any, Any, Any]:
+        """dO Sᵀ, dV Sᵀ and N dSᵀ, (CHUNK, PART); stores parts of exp(c[last]) · S · dS."""
+        smem = self.smem
+        S, dS = self.part_of(smem.S), self.part_of(smem.dS)
+        lefts = [smem.grads.at[n] for n in range(2)]
+        two = start([accumulator(PART)] * 2, lefts, S, first=first)
+        third = start([accumulator(PART)], [smem.N], dS, first=first)
+        total = accumulator(PART)
+        for part in range(self.call.slices):
+            of_part = [rows_of(v, part * SLICE, SLICE) for v in (S, dS)]
+            a, b = (to_fp32(load_left(v, columns=(first, PART))) for v in of_part)
+            total = total + a * b
+        self.store_columns(0, first, total * over_columns(jnp.exp2(self.end(first)), SLICE))
+        return *finish(two, later=1), *finish(third)
+
+    def store_columns(self, which: int, first: int, v: Any) -> None:
+        """Stores each warp's sums of columns of (64, PART)."""
+        columns = self.smem.columns.at[which, :, self.channels]
+        store_column_sums(columns, first, v, row=LANES)
+
+    def of_keys(self, first: int, k: Any, dq: Any, w: Any, z: Any) -> tuple[Any, Any, Any]:
+        """dQ, and dK of later and of earlier ones, from states.
+
+        Here as below, that of earlier ones is still to be multiplied by β.
+        """
+        decay, z = jnp.exp2(self.sums(first)), z * self.to_end(first)
+        self.store_columns(1, first, to_fp32(k) * z * by_row(self.smem.steps, BETA, PART))
+        return dq * decay * self.call.scale, -w * decay, z
+
+    def of_near(self, first: int, q: Any, k: Any, grads: Any) -> Any:
+        for size in NEAR:
+            grads = self.of_size(first, q, k, size, grads)
+        return grads
+
+    def of_size(self, first: int, q: Any, k: Any, size: int, grads: Any) -> Any:
+        """The gradients with those of pairs of a size."""
+        dq, later, earlier = grads
+        f = self.factors(size, first)
+        beta = plgpu.load(self.smem.steps.at[BETA], layout=ROWS)
+        weight = over_rows(jnp.where(is_later(size), 1.0, beta), PART)
+        self.store(first, (self.q, f * to_fp32(q)), (self.k, f * to_fp32(k) * weight))
+        of_q, of_k, of_earlier = self.multiplied(first, self.k, lambda v: keep_pairs(v, size))
+        return dq + f * of_q, later + f * of_k, earlier + f * of_earlier
+
+    def of_block(self, first: int, q: Any, k: Any, grads: Any) -> Any:
+        """The gradients with those of pairs in blocks of 16 tokens, if these decay mildly."""
+        dq, later, earlier = grads
+        e = self.exponents(BLOCK // 2, first)
+        f, of_earlier = jnp.exp2(e), jnp.exp2(-e)
+        v = of_earlier * to_fp32(k) * by_row(self.smem.steps, BETA, PART)
+        self.store(first, (self.q, f * to_fp32(q)), (self.k, f * to_fp32(k)), (self.earlier, v))
+        keep = lambda v: keep_pairs(v, BLOCK, apart=0)
+        dof_q, dof_k, dof_earlier = self.multiplied(first, self.earlier, keep)
+        return dq + f * dof_q, later + f * dof_k, earlier + of_earlier * dof_earlier
+
+    def store(self, first: int, *pairs: tuple[Any, Any]) -> None:
+        """Stores parts of tiles that only this warpgroup reads."""
+        sync_warpgroup()  # all warps have multiplied by those before
+        for ref, v in pairs:
+            store_tile(ref, v.astype(BF16), first=first)
+        sync_tiles()
+
+    def multiplied(self, first: int, right: Any, keep: Any) -> list[Any]:
+        """Gradients of f ∘ Q and of f ∘ K of later ones, and of f ∘ K of earlier ones."""
+        of_q, of_k = (self.smem.pairs.at[n] for n in range(2))
+        read = lambda v, **how: keep(load_left(v, **how))
+        lefts, turned = [read(of_q), read(of_k)], {"transposed": True}
+        found = multiply([accumulator(PART)] * 2, lefts, right, first=first)
+        earlier = start([accumulator(PART)], [read(of_k, **turned)], self.k, first=first)
+        more = start([accumulator(PART)], [read(of_q, **turned)], self.q, first=first)
+        (v,) = finish(earlier, later=1)
+        (w,) = finish(more)
+        return [*found, v + w]
+
+    def of_roles(
+        self, q: Any, k: Any, dq: Any, later: Any, earlier: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """dQ, dK, dc and dβ."""
+        smem, q, k = self.smem, to_fp32(q), to_fp32(k)
+        beta = plgpu.load(smem.steps.at[BETA], layout=ROWS)
+        own = plgpu.load(smem.diagonal, layout=ROWS)
+        dbeta = jnp.sum(k * earlier, axis=1) + own * jnp.sum(q * k, axis=1)
+        earlier = earlier * over_rows(beta, PART)
+        dc = q * dq + k * (later - earlier)
+        weight = over_rows(own * beta, PART)
+        return dq + weight * k, later + earlier + weight * q, dc, dbeta
+
+    def write_keys(self, chunk: Any, first: int, dq: Any, dk: Any) -> None:
+        for ref, to, v in (self.refs.dq, self.q, dq), (self.refs.dk, self.k, dk):
+            if self.call.rank > 1:
+                store_matrix(self.written(ref, chunk).at[:, pl.ds(first, PART)], v)
+            else:
+                store_tile(to, v.astype(BF16), first=first)
+
+    def write_log_decays(self, chunk: Any, kept: Any) -> None:
+        """Writes dg of the own tokens: sums of dc from each one to the chunk's end, and more."""
+        at, total, sums = self.at, lane_zeros(), []
+        self.meet()  # dc of all channels is there
+        for number in reversed(range(_HALF)):
+            total = total + plgpu.load(self.row(number), layout=ROW)
+            sums.append(total)
+        more = self.of_other(total, 1)
+        for which in range(2):
+            for warp in range(WARPS):
+                more = more + plgpu.load(self.smem.columns.at[which, warp], layout=ROW)
+        first = chunk * CHUNK + self.own * _HALF
+        for number, v in enumerate(reversed(sums)):
+            to = self.refs.dg.at[at.batch, first + number, at.head]
+            own = (kept & jnp.int32(1 << number if number < 31 else -(1 << 31))) != 0
+            to[...] = jnp.where(own, v + more, 0.0).astype(to.dtype)
