@@ -174,6 +174,21 @@ def _barrier(*arrays: Any) -> tuple[Any, ...]:
     return tuple(held) if isinstance(held, (list, tuple)) else (held,)
 
 
+def anew(v: jax.Array) -> jax.Array:
+    """(64, n) in the layout of accumulators, which the compiler takes for another value.
+
+    So what is computed from it here and elsewhere is not kept in between.
+    """
+    if interpreted():
+        return v
+
+    @inline_mlir(TILE, returns=tile_type(v.shape, v.dtype))
+    def hide(v: Any) -> Any:
+        return _barrier(v)[0]
+
+    return hide(v)
+
+
 HALF = 32
 """Rows of a block on the diagonal whose inverse is found by substitution: the lanes of a warp."""
 PADDED = 2 * HALF + 4

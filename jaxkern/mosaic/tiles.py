@@ -409,10 +409,9 @@ class Meetings:
         wait()
 
     def _sync(self, row: jax.Array, most: float) -> jax.Array:
-        word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-
         @inline_mlir(ROW, returns=scalar_type(np.int32))
         def vote(row: Any) -> Any:
+            word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
             pair = arith.shrui(mgpu_utils.thread_idx(), i32(8))
             voted = llvm.inline_asm(
                 word,

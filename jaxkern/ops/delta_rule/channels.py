@@ -30,12 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.arithmetic import LOG2E, unknown_zero
 from jaxkern.mosaic.lanes import sync_warpgroup
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
     PADDED,
     accumulator,
+    anew,
     finish,
     invert_unit_lower,
     multiply,
@@ -123,12 +124,17 @@ class _Half:
     """
 
     def __init__(self, call: Call, refs: Any, smem: Any, beside: int, *counts: int):
-        self.call, self.refs, self.at = call, refs, Place(call, *counts)
-        warpgroup, self.meetings = lax.axis_index(WARPGROUP), Meetings(beside, WARPGROUP)
-        self.own, self.slot = lax.rem(warpgroup, 2), lax.div(warpgroup, 2)
+        self.call, self.refs, self.counts, self.at = call, refs, counts, Place(call, *counts)
+        # Anew: else a loop would hold the addresses of all that is found from it.
+        warpgroup = lax.axis_index(WARPGROUP) + unknown_zero()
+        self.own, self.slot = warpgroup, 0
+        self.meetings = Meetings(beside, WARPGROUP)
+        if beside > 1:
+            self.own, self.slot = lax.rem(warpgroup, 2), lax.div(warpgroup, 2)
         shared = "meetings", "votes"
         of_slot = {n: v if n in shared else v.at[self.slot] for n, v in vars(smem).items()}
-        self.smem = smem = types.SimpleNamespace(**of_slot)
+        self.shared, self.smem = smem, types.SimpleNamespace(**of_slot)
+        smem = self.smem
         self.channels = pl.ds(self.own * KEYS, KEYS)
         self.c = smem.c.at[:, self.channels]
         self.k, self.q = (self.part_of(smem.tokens.at[n]) for n in (_K, _Q))
@@ -313,9 +319,9 @@ class _Pairs(_Half):
         """Stores f ∘ K and f ∘ Q · scale."""
         for first in range(0, KEYS, PART):
             weight, part = f(first), slice(first, first + PART)
-            store_tile(self.k, (to_fp32(k[:, part]) * weight).astype(BF16), first=first)
+            store_tile(self.k, (to_fp32(anew(k[:, part])) * weight).astype(BF16), first=first)
             if q is not None:
-                v = to_fp32(q[:, part]) * (weight if scale == 1 else weight * scale)
+                v = to_fp32(anew(q[:, part])) * (weight if scale == 1 else weight * scale)
                 store_tile(self.q, v.astype(BF16), first=first)
 
     def products(self, q: Any, k: Any, wide: Any) -> Any:
@@ -336,7 +342,7 @@ class _Pairs(_Half):
             exponents = lambda first: self.exponents(BLOCK // 2, first)
             self.store(lambda first: jnp.exp2(exponents(first)), q=q, k=k)
             for first in range(0, KEYS, PART):
-                v = to_fp32(k[:, first : first + PART]) * jnp.exp2(-exponents(first))
+                v = to_fp32(anew(k[:, first : first + PART])) * jnp.exp2(-exponents(first))
                 store_tile(self.earlier, v.astype(BF16), first=first)
             return total + keep_pairs(multiplied(smem.earlier), BLOCK, apart=0)
 
@@ -435,7 +441,8 @@ class _Grads(_Half):
         self.fetch_late(first, True)
 
         def step(n: Any, gates: Any) -> Any:
-            return self.step(first + n, n + 1 < count, gates)
+            of_chunk = _Grads(self.call, self.refs, self.shared, 1, *self.counts)
+            return of_chunk.step(first + n, n + 1 < count, gates)
 
         lax.fori_loop(0, count, step, self.log_decays(first))
         finish_writes()
@@ -551,7 +558,7 @@ class _Grads(_Half):
     def of_size(self, first: int, q: Any, k: Any, size: int, grads: Any) -> Any:
         """The gradients with those of pairs of a size."""
         dq, later, earlier = grads
-        f = self.factors(size, first)
+        q, k, f = anew(q), anew(k), self.factors(size, first)
         beta = plgpu.load(self.smem.steps.at[BETA], layout=ROWS)
         weight = over_rows(jnp.where(is_later(size), 1.0, beta), PART)
         self.store(first, (self.q, f * to_fp32(q)), (self.k, f * to_fp32(k) * weight))
@@ -561,6 +568,7 @@ class _Grads(_Half):
     def of_block(self, first: int, q: Any, k: Any, grads: Any) -> Any:
         """The gradients with those of pairs in blocks of 16 tokens, if these decay mildly."""
         dq, later, earlier = grads
+        q, k = anew(q), anew(k)
         e = self.exponents(BLOCK // 2, first)
         f, of_earlier = jnp.exp2(e), jnp.exp2(-e)
         v = of_earlier * to_fp32(k) * by_row(self.smem.steps, BETA, PART)
