@@ -356,69 +356,43 @@ class Handoffs:
 
 @dataclasses.dataclass(frozen=True)
 class Meetings:
-    """Barriers of pairs of warpgroups: of the first two of a block, of the next two, …
+    """A barrier of two warpgroups, `axis` the name of the axis of these."""
 
-    Attributes:
-      pairs: of warpgroups.
-      axis: the name of the axis of a block's warpgroups.
-    """
-
-    pairs: int
     axis: Any
 
     def scratch(self) -> dict[str, Any]:
         if not interpreted():
             return {}
-        barriers = plgpu.Barrier(num_arrivals=2, num_barriers=self.pairs)
-        return {"meetings": barriers, "votes": plgpu.SMEM((2 * self.pairs,), jnp.int32)}
+        return {"meetings": plgpu.Barrier(num_arrivals=2), "votes": plgpu.SMEM((2,), jnp.int32)}
 
     def meet(self, smem: Any) -> None:
-        """Waits for the other warpgroup; both's stores, to tiles too, are then there."""
+        """Waits for the other warpgroup; the stores of both, to tiles too, are then there."""
         fence_tiles()
-        pair = lax.div(lax.axis_index(self.axis), 2)
         if interpreted():
-            plgpu.barrier_arrive(smem.meetings.at[pair])
-            plgpu.barrier_wait(smem.meetings.at[pair])
+            plgpu.barrier_arrive(smem.meetings)
+            plgpu.barrier_wait(smem.meetings)
         else:
-            self._wait()
+            ptx(f"bar.sync {_FIRST_BARRIER}, {2 * LANES};")
 
     def any_above(self, smem: Any, row: jax.Array, most: float) -> jax.Array:
-        """Meets; 1 if a value of `row`, fp32, (LANES,) of both, is above `most`, and else 0."""
+        """Meets; 1 if a value of `row`, fp32, (LANES,) of each, is above `most`, and else 0."""
         if interpreted():
             own = lax.axis_index(self.axis)
             smem.votes[own] = jnp.any(row > most).astype(jnp.int32)
             self.meet(smem)
-            above = jnp.maximum(smem.votes[own], smem.votes[own ^ 1])
+            above = jnp.maximum(smem.votes[0], smem.votes[1])
             self.meet(smem)
             return above
         fence_tiles()
-        return self._sync(row, most)
 
-    def _wait(self) -> None:
-        @inline_mlir()
-        def wait() -> None:
-            pair = arith.shrui(mgpu_utils.thread_idx(), i32(8))
-            llvm.inline_asm(
-                None,
-                [arith.addi(pair, i32(_FIRST_BARRIER))],
-                f"bar.sync $0, {2 * LANES};",
-                "r,~{memory}",
-                has_side_effects=True,
-            )
-
-        wait()
-
-    def _sync(self, row: jax.Array, most: float) -> jax.Array:
         @inline_mlir(ROW, returns=scalar_type(np.int32))
         def vote(row: Any) -> Any:
-            word, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-            pair = arith.shrui(mgpu_utils.thread_idx(), i32(8))
             voted = llvm.inline_asm(
-                word,
-                [lane_value(row), arith.constant(f32, most), arith.addi(pair, i32(_FIRST_BARRIER))],
+                ir.IntegerType.get_signless(32),
+                [lane_value(row), arith.constant(ir.F32Type.get(), most)],
                 "{ .reg .pred p, q; setp.gt.f32 p, $1, $2; "
-                f"bar.red.or.pred q, $3, {2 * LANES}, p; selp.s32 $0, 1, 0, q; }}",
-                "=r,f,f,r,~{memory}",
+                f"bar.red.or.pred q, {_FIRST_BARRIER}, {2 * LANES}, p; selp.s32 $0, 1, 0, q; }}",
+                "=r,f,f,~{memory}",
                 has_side_effects=True,
             )
             return mgpu.FragmentedArray.splat(voted, (), is_signed=True)

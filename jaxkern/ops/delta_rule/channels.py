@@ -21,7 +21,6 @@ c[i] has from pairs is q · dQ and the part of k · dK from pairs with i as the 
 from pairs with i as the earlier one.
 """
 
-import types
 from typing import Any
 
 import jax
@@ -109,32 +108,19 @@ _HALF = CHUNK // 2
 """Tokens of a chunk that a warpgroup sums."""
 _WIDE = LANES + 8
 """Elements of a row of c, such that lanes of a warp read parts of 8 rows without conflicts."""
-BESIDE = 2
-"""Chunks of a block in the first kernel, of two warpgroups each, that wait for memory in turn."""
+_MEETINGS = Meetings(WARPGROUP)
 _K, _Q = range(2)
 """Tiles of a chunk's tokens."""
 
 
 class _Half:
-    """A warpgroup of two: it has KEYS of the key channels, and half of a chunk's tokens.
+    """A warpgroup of two: it has KEYS of the key channels, and half of a chunk's tokens."""
 
-    Attributes:
-      own: its number of the two.
-      slot: the number of the two in the block.
-    """
-
-    def __init__(self, call: Call, refs: Any, smem: Any, beside: int, *counts: int):
-        self.call, self.refs, self.counts, self.at = call, refs, counts, Place(call, *counts)
+    def __init__(self, call: Call, refs: Any, smem: Any, *counts: int):
+        self.call, self.refs, self.smem, self.counts = call, refs, smem, counts
+        self.at = Place(call, *counts)
         # Anew: else a loop would hold the addresses of all that is found from it.
-        warpgroup = lax.axis_index(WARPGROUP) + unknown_zero()
-        self.own, self.slot = warpgroup, 0
-        self.meetings = Meetings(beside, WARPGROUP)
-        if beside > 1:
-            self.own, self.slot = lax.rem(warpgroup, 2), lax.div(warpgroup, 2)
-        shared = "meetings", "votes"
-        of_slot = {n: v if n in shared else v.at[self.slot] for n, v in vars(smem).items()}
-        self.shared, self.smem = smem, types.SimpleNamespace(**of_slot)
-        smem = self.smem
+        self.own = lax.axis_index(WARPGROUP) + unknown_zero()
         self.channels = pl.ds(self.own * KEYS, KEYS)
         self.c = smem.c.at[:, self.channels]
         self.k, self.q = (self.part_of(smem.tokens.at[n]) for n in (_K, _Q))
@@ -145,7 +131,7 @@ class _Half:
         return tile.at[pl.ds(self.own, 1)]
 
     def meet(self) -> None:
-        self.meetings.meet(self.smem)
+        _MEETINGS.meet(self.smem)
 
     def written(self, ref: Any, chunk: Any) -> Any:
         """(CHUNK, KEYS) of an array (B, L, H, K)."""
@@ -208,7 +194,7 @@ class _Half:
         before = self.of_other(total, 0)
         for number, v in enumerate(sums):
             self.row(number)[...] = v + before
-        return self.meetings.any_above(self.smem, most, MILD)
+        return _MEETINGS.any_above(self.smem, most, MILD)
 
     def sums(self, first: int) -> Any:
         """c of PART of the own channels, from `first` on, as below."""
@@ -239,45 +225,41 @@ def is_later(size: int) -> Any:
     return (number & size) != 0
 
 
-def _scratch_of_tokens(call: Call, beside: int, **more: Any) -> dict[str, Any]:
-    """Shared memory for each of `beside` chunks: tiles, (2, …) with two, and rows of fp32."""
+def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
+    """Shared memory for a chunk: tiles, or (n, …) of them, and rows of fp32."""
     tokens = (CHUNK, call.keys), BF16
     of = {"tokens": ((2, *tokens[0]), BF16), "earlier": tokens} | more
     of |= {"steps": tiles_of(call, "q")["steps"]}
     of |= {"c": ((CHUNK, _WIDE), F32), "totals": ((2, LANES), F32)}
 
     def memory(shape: tuple[int, ...], dtype: Any) -> Any:
-        if dtype == F32:
-            return plgpu.SMEM((beside, *shape), F32)
-        return tile(*shape[-2:], BF16, stages=(beside, *shape[:-2]))
+        return plgpu.SMEM(shape, F32) if dtype == F32 else tile(*shape[-2:], BF16, shape[:-2])
 
-    scratch = {name: memory(*like) for name, like in of.items()}
-    return scratch | Meetings(beside, WARPGROUP).scratch()
+    return {name: memory(*like) for name, like in of.items()} | _MEETINGS.scratch()
 
 
 def pairs(call: Call) -> dict[str, Any]:
     """What the scans take: T, P with its weights, the decayed tiles, and exp(c[last])."""
 
     def kernel(refs: Any, smem: Any) -> None:
-        _Pairs(call, refs, smem, BESIDE, call.chunks // BESIDE).run()
+        _Pairs(call, refs, smem, call.chunks).run()
 
-    A = (1, CHUNK, PADDED), F32
-    scratch = _scratch_of_tokens(call, BESIDE, P=((CHUNK, CHUNK), BF16), A=A)
-    scratch |= copies_barrier("arrived", tiles_of(call, "q k").values(), BESIDE)
+    more = {"later": ((len(FAR) + 1, 2, CHUNK, call.keys), BF16), "P": ((CHUNK, CHUNK), BF16)}
+    scratch = _scratch_of_tokens(call, **more, A=((1, CHUNK, PADDED), F32))
+    scratch |= copies_barrier("arrived", tiles_of(call, "q k").values())
     ends = jax.ShapeDtypeStruct((call.batch, call.heads, call.chunks, call.keys), F32)
     outs = dict.fromkeys(("kd", "kt", "qd"), call.of_keys_like(BF16))
     outs |= {"T": call.matrices_like(), "P": call.matrices_like(), "ends": ends}
     ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps}
-    grid = call.batch * call.heads * call.chunks // BESIDE
-    return launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2 * BESIDE)
+    grid = call.batch * call.heads * call.chunks
+    return launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2)
 
 
 class _Pairs(_Half):
     """The first warpgroup finds the products K Kᵀ of pairs, and T, the second Q Kᵀ, and P."""
 
     def run(self) -> None:
-        at, smem, refs = self.at, self.smem, self.refs
-        chunk = at.own[0] * BESIDE + self.slot
+        smem, (chunk,) = self.smem, self.at.own
         arrived = barrier_of(smem, "arrived")
         start_copies(self.tokens(chunk), arrived, self.own == 0)
         gates = self.log_decays(chunk)
@@ -285,76 +267,97 @@ class _Pairs(_Half):
         if not by_wgmma():
             self.meet()
         wide = self.store_sums(gates)
-        q, k = load_left(self.q), load_left(self.k)
-        total = self.products(q, k, wide) * by_column(smem.steps, BETA)
-        self.store(lambda first: jnp.exp2(self.sums(first)), q=q, k=k, scale=self.call.scale)
+        self.each_part(self.store_factors)
+        self.meet()
+        total = accumulator(CHUNK)
+        for n, size in enumerate(FAR):
+            total = total + keep_pairs(self.multiplied(n), size)
+        total = lax.fori_loop(0, 1 - wide, self.of_block, total)
+        total = lax.fori_loop(0, wide, self.of_near, total) * by_column(smem.steps, BETA)
+        self.meet()  # all products are done
+        self.each_part(self.store_decayed)
+        pl.when(self.own == 0)(lambda: store_matrix(smem.A.at[0, :, pl.ds(0, CHUNK)], total))
+        pl.when(self.own == 1)(lambda: self.store_weights(total))
         sync_tiles()
-        write_tile(self.k, self.written(refs.kd, chunk))
-        write_tile(self.q, self.written(refs.qd, chunk))
+        self.write(chunk)
+        finish_writes()
+
+    def each_part(self, f: Any) -> None:
+        """Calls `f` with columns of tiles, and what is of K and of Q there."""
+        for first in range(0, KEYS, PART):
+            k, q = (to_fp32(load_left(v, columns=(first, PART))) for v in (self.k, self.q))
+            f(first, k, q)
+
+    def store(self, ref: Any, first: int, v: Any) -> None:
+        store_tile(self.part_of(ref), v.astype(BF16), first=first)
+
+    def store_factors(self, first: int, k: Any, q: Any) -> None:
+        """Stores f ∘ K and f ∘ Q of all sizes; within blocks f is infinite if decays are strong."""
+        later = self.smem.later
+        for n, size in enumerate(FAR):
+            self.store_size(n, size, first, k, q)
+        e = self.exponents(BLOCK // 2, first)
+        f = jnp.exp2(e)
+        self.store(later.at[len(FAR), _K], first, f * k)
+        self.store(later.at[len(FAR), _Q], first, f * q)
+        self.store(self.smem.earlier, first, jnp.exp2(-e) * k)
+
+    def store_size(self, n: int, size: int, first: int, k: Any, q: Any) -> None:
+        f = self.factors(size, first)
+        self.store(self.smem.later.at[n, _K], first, f * k)
+        self.store(self.smem.later.at[n, _Q], first, f * q)
+
+    def multiplied(self, n: int, right: Any = None) -> Any:
+        right = self.smem.later.at[n, _K] if right is None else right
+        left = self.smem.later.at[n, self.own]
+        return multiply([accumulator(CHUNK)], [left], right, transposed=True)[0]
+
+    def of_block(self, _: Any, total: Any) -> Any:
+        """The sums with pairs in blocks of 16 tokens, if these decay mildly."""
+        return total + keep_pairs(self.multiplied(len(FAR), self.smem.earlier), BLOCK, apart=0)
+
+    def of_near(self, _: Any, total: Any) -> Any:
+        """The sums with all pairs in such blocks, by their size."""
+        tokens = self.smem.tokens
+        own = start([accumulator(CHUNK)], [tokens.at[self.own]], tokens.at[_K], transposed=True)
+        total = total + keep_pairs(finish(own)[0], 0)
+        for size in NEAR:
+            self.meet()  # all products are done
+            self.each_part(lambda *of, size=size: self.store_size(0, size, *of))
+            self.meet()
+            total = total + keep_pairs(self.multiplied(0), size)
+        return total
+
+    def store_decayed(self, first: int, k: Any, q: Any) -> None:
+        """Stores E ∘ K, scale · E ∘ Q and β ∘ left ∘ K."""
+        decay, beta = jnp.exp2(self.sums(first)), by_row(self.smem.steps, BETA, PART)
+        kd, qd, kt = self.decayed()
+        self.store(kd, first, k * decay)
+        self.store(qd, first, q * (decay * self.call.scale))
+        self.store(kt, first, k * (self.to_end(first) * beta))
+
+    def decayed(self) -> tuple[Any, Any, Any]:
+        later = self.smem.later
+        return later.at[0, _K], later.at[0, _Q], later.at[1, _K]
+
+    def store_weights(self, total: Any) -> None:
+        in_order = jnp.exp2(causal(accumulator(CHUNK))) * self.call.scale
+        store_tile(self.smem.P, (total * in_order).astype(BF16))
+
+    def write(self, chunk: Any) -> None:
+        smem, refs, at = self.smem, self.refs, self.at
+        for ref, to in zip(self.decayed(), (refs.kd, refs.qd, refs.kt), strict=True):
+            write_tile(self.part_of(ref), self.written(to, chunk))
 
         @pl.when(self.own == 0)
         def _() -> None:
-            store_matrix(smem.A.at[0, :, pl.ds(0, CHUNK)], total)
-            sync_tiles()
             invert_unit_lower(smem.A, refs.T.at[at.batch, pl.ds(chunk, 1), at.head])
 
         @pl.when(self.own == 1)
         def _() -> None:
-            in_order = jnp.exp2(causal(accumulator(CHUNK))) * self.call.scale
-            store_tile(smem.P, (total * in_order).astype(BF16))
-            sync_tiles()
             write_tile(smem.P, at.matrix(refs.P, chunk))
             last = plgpu.load(smem.c.at[CHUNK - 1, pl.ds(0, LANES)], layout=ROW)
             at.numbers(refs.ends, chunk)[...] = jnp.exp2(last)
-
-        finish_writes()
-        sync_tiles()
-        beta = by_row(smem.steps, BETA, PART)
-        self.store(lambda first: self.to_end(first) * beta, k=k)
-        sync_tiles()
-        write_tile(self.k, self.written(refs.kt, chunk))
-        finish_writes()
-
-    def store(self, f: Any, *, k: Any, q: Any = None, scale: float = 1) -> None:
-        """Stores f ∘ K and f ∘ Q · scale."""
-        for first in range(0, KEYS, PART):
-            weight, part = f(first), slice(first, first + PART)
-            store_tile(self.k, (to_fp32(anew(k[:, part])) * weight).astype(BF16), first=first)
-            if q is not None:
-                v = to_fp32(anew(q[:, part])) * (weight if scale == 1 else weight * scale)
-                store_tile(self.q, v.astype(BF16), first=first)
-
-    def products(self, q: Any, k: Any, wide: Any) -> Any:
-        """Σ_k k[i,k] k[j,k] exp(c[i,k] − c[j,k]), or with q[i,k], (CHUNK, CHUNK), for j ≤ i."""
-        smem, left = self.smem, self.smem.tokens.at[self.own]
-
-        def multiplied(right: Any) -> Any:
-            self.meet()
-            (v,) = multiply([accumulator(CHUNK)], [left], right, transposed=True)
-            self.meet()  # all products are done
-            return v
-
-        def of_size(size: int) -> Any:
-            self.store(lambda first: self.factors(size, first), q=q, k=k)
-            return keep_pairs(multiplied(smem.tokens.at[_K]), size)
-
-        def of_block(_: Any, total: Any) -> Any:
-            exponents = lambda first: self.exponents(BLOCK // 2, first)
-            self.store(lambda first: jnp.exp2(exponents(first)), q=q, k=k)
-            for first in range(0, KEYS, PART):
-                v = to_fp32(anew(k[:, first : first + PART])) * jnp.exp2(-exponents(first))
-                store_tile(self.earlier, v.astype(BF16), first=first)
-            return total + keep_pairs(multiplied(smem.earlier), BLOCK, apart=0)
-
-        def near(_: Any, total: Any) -> Any:
-            store_tile(self.k, k)
-            store_tile(self.q, q)
-            total = total + keep_pairs(multiplied(smem.tokens.at[_K]), 0)
-            return sum(map(of_size, NEAR), total)
-
-        total = sum(map(of_size, FAR), accumulator(CHUNK))
-        total = lax.fori_loop(0, 1 - wide, of_block, total)
-        return lax.fori_loop(0, wide, near, total)
 
 
 def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, Any]:
@@ -409,7 +412,7 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
     like, chunks = jax.ShapeDtypeStruct, call.chunks
 
     def kernel(refs: Any, smem: Any) -> None:
-        _Grads(call, refs, smem, 1, per_head).run()
+        _Grads(call, refs, smem, per_head).run()
 
     per_head = -(-chunks // SAVED)
     of_heads = call.of_keys_like(BF16 if call.rank == 1 else F32)
@@ -420,9 +423,9 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
     both = lambda shape: ((2, *shape), BF16)
     more = {"N": of_values, "grads": both(of_values[0]), "S": states, "dS": states}
     more |= {"pairs": both((CHUNK, CHUNK)), "diagonal": ((CHUNK,), F32)}
-    scratch = _scratch_of_tokens(call, 1, **more, columns=((2, WARPS, LANES), F32))
-    scratch |= copies_barrier("early", tiles_of(call, "q k").values(), 1)
-    scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2, 1)
+    scratch = _scratch_of_tokens(call, **more, columns=((2, WARPS, LANES), F32))
+    scratch |= copies_barrier("early", tiles_of(call, "q k").values())
+    scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2)
     grid = call.batch * call.heads * per_head
     return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2)
 
@@ -441,7 +444,7 @@ class _Grads(_Half):
         self.fetch_late(first, True)
 
         def step(n: Any, gates: Any) -> Any:
-            of_chunk = _Grads(self.call, self.refs, self.shared, 1, *self.counts)
+            of_chunk = _Grads(self.call, self.refs, self.smem, *self.counts)
             return of_chunk.step(first + n, n + 1 < count, gates)
 
         lax.fori_loop(0, count, step, self.log_decays(first))
