@@ -6,9 +6,8 @@ accumulator becomes a left operand without moving, or in a tile (:mod:`jaxkern.m
 right one is read from a tile: with mma.sync by each warp, with wgmma once for all.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.launch import LANES
@@ -196,17 +195,17 @@ PADDED = 2 * HALF + 4
 
 
 def invert_unit_lower(lower: Any, into: Any) -> None:
-    """Stores the inverses of one or two matrices that are `lower` below a diagonal of ones.
+    """Stores the inverses of two matrices that are `lower` below a diagonal of ones.
 
     The blocks of `HALF` rows on the diagonal are inverted by substitution in fp32: a warp has one
     of them, and a lane a column, all of it in registers. With X and Y their inverses, and A the
     block below X, that one of the inverse is −Y A X. For this fp32 is multiplied as the sum of two
-    bf16, less the product of the small parts: to 16 bits. Of a single matrix two warps invert.
+    bf16, less the product of the small parts: to 16 bits.
 
     Args:
-      lower: (1 or 2, 64, PADDED), fp32 in shared memory, of which 64 columns count. What is not
-        below the diagonal does not count; the inverses overwrite it.
-      into: (1 or 2, 64, 64) in global memory, 16 bits; the matrices may lie apart.
+      lower: (2, 64, PADDED), fp32 in shared memory, of which 64 columns count. What is not below
+        the diagonal does not count; the inverses overwrite it.
+      into: (2, 64, 64) in global memory, 16 bits; the matrices may lie apart.
     """
     n = 2 * HALF
     if interpreted():
@@ -220,8 +219,7 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
 
     @inline_mlir(REF, REF)
     def invert(lower: Any, into: Any) -> None:
-        with _in_own_warps(lower):
-            _invert_halves(lower)
+        _invert_halves(lower)
         mgpu_utils.warpgroup_barrier()
         found = _lower_left(lower)
         mgpu_utils.warpgroup_barrier()  # all warps have read the blocks
@@ -232,31 +230,10 @@ def invert_unit_lower(lower: Any, into: Any) -> None:
     invert(lower, into)
 
 
-def _count(lower: Any) -> int:
-    return ir.MemRefType(lower.type).shape[0]
-
-
-def _warp_of(lower: Any) -> tuple[Any, Any, Any]:
+def _warp_of(thread: Any) -> tuple[Any, Any, Any]:
     """A matrix of two, a half of it, and the number in the warp that has these."""
-    thread = mgpu_utils.thread_idx()
     bit = lambda n: arith.andi(arith.shrui(thread, i32(n)), i32(1))
-    matrix = bit(6) if _count(lower) > 1 else i32(0)
-    return matrix, bit(5), arith.andi(thread, i32(HALF - 1))
-
-
-@contextlib.contextmanager
-def _in_own_warps(lower: Any) -> Iterator[None]:
-    """Of a single matrix two warps have no half: later they find what the others find."""
-    if _count(lower) > 1:
-        yield
-        return
-    own = arith.cmpi(
-        arith.CmpIPredicate.eq, arith.andi(mgpu_utils.thread_idx(), i32(2 * HALF)), i32(0)
-    )
-    branch = scf.IfOp(own)
-    with ir.InsertionPoint(branch.then_block):
-        yield
-        scf.yield_([])
+    return bit(6), bit(5), arith.andi(thread, i32(HALF - 1))
 
 
 def _in_fp32(ref: Any, *index: Any) -> Any:
@@ -265,7 +242,7 @@ def _in_fp32(ref: Any, *index: Any) -> Any:
 
 def _invert_halves(lower: Any) -> None:
     f32 = ir.F32Type.get()
-    matrix, half, column = _warp_of(lower)
+    matrix, half, column = _warp_of(mgpu_utils.thread_idx())
     start = arith.addi(
         arith.muli(matrix, i32(2 * HALF * PADDED)), arith.muli(half, i32(HALF * (PADDED + 1)))
     )
@@ -292,7 +269,7 @@ def _invert_halves(lower: Any) -> None:
 def _lower_left(lower: Any) -> list[list[Any]]:
     """A lane's part of −Y A X, of which a warp has 16 rows: four values in each 8 columns."""
     f32 = ir.F32Type.get()
-    matrix, part, lane = _warp_of(lower)
+    matrix, part, lane = _warp_of(mgpu_utils.thread_idx())
     row, pair = arith.shrui(lane, i32(2)), arith.muli(arith.andi(lane, i32(3)), i32(2))
     start = arith.muli(matrix, i32(2 * HALF * PADDED))
     two = ir.VectorType.get((2,), f32)
@@ -351,7 +328,7 @@ def _lower_left(lower: Any) -> list[list[Any]]:
 
 
 def _store_lower_left(lower: Any, found: list[list[Any]]) -> None:
-    matrix, part, lane = _warp_of(lower)
+    matrix, part, lane = _warp_of(mgpu_utils.thread_idx())
     row, pair = arith.shrui(lane, i32(2)), arith.muli(arith.andi(lane, i32(3)), i32(2))
     row = arith.addi(arith.addi(arith.muli(part, i32(16)), row), i32(HALF))
     start = arith.addi(arith.muli(matrix, i32(2 * HALF)), row)
@@ -365,7 +342,7 @@ def _store_lower_left(lower: Any, found: list[list[Any]]) -> None:
 
 
 def _write_lower(lower: Any, into: Any) -> None:
-    """Writes the matrices, and zeros right of the diagonal's upper block."""
+    """Writes both matrices, and zeros right of the diagonal's upper block."""
     f32, dtype = ir.F32Type.get(), dtype_of(into)
     lane = arith.andi(mgpu_utils.thread_idx(), i32(LANES - 1))
     unit, row = arith.andi(lane, i32(UNITS - 1)), arith.divui(lane, i32(UNITS))
@@ -378,7 +355,7 @@ def _write_lower(lower: Any, into: Any) -> None:
     apart = ir.MemRefType(into.type).get_strides_and_offset()[0][0]
     kind, quad = ir.VectorType.get((UNIT,), dtype), ir.VectorType.get((4,), f32)
     zeros = arith.constant(kind, ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(dtype, 0)))
-    for first in range(0, 2 * HALF * _count(lower), LANES // UNITS):
+    for first in range(0, 4 * HALF, LANES // UNITS):
         parts = [
             llvm.load(
                 quad,

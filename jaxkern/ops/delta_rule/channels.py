@@ -80,6 +80,7 @@ from jaxkern.ops.delta_rule.call import (
     F32,
     KEYS,
     MOST,
+    PAIR,
     SAVED,
     SLICE,
     SQUARE,
@@ -125,6 +126,38 @@ class _Half:
         self.c = smem.c.at[:, self.channels]
         self.k, self.q = (self.part_of(smem.tokens.at[n]) for n in (_K, _Q))
         self.earlier = self.part_of(smem.earlier)
+
+    def run(self) -> None:
+        """Goes through the chunks from one saved state to the next."""
+        (index,) = self.at.own
+        first = index * SAVED
+        count = jnp.minimum(SAVED, self.call.chunks - first)
+        self.fetch(first, True)
+        self.fetch_late(first, True)
+
+        def step(n: Any, gates: Any) -> Any:
+            of_chunk = type(self)(self.call, self.refs, self.smem, *self.counts)
+            return of_chunk.step(first + n, n + 1 < count, gates)
+
+        lax.fori_loop(0, count, step, self.log_decays(first))
+        finish_writes()
+
+    def fetch(self, chunk: Any, when: Any) -> None:
+        """The second warpgroup starts to fetch a chunk's tokens."""
+        start_copies(self.tokens(chunk), barrier_of(self.smem, "early"), (self.own == 1) & when)
+
+    def fetch_late(self, chunk: Any, when: Any) -> None:
+        """It starts to fetch what else there is."""
+
+    def wait(self) -> None:
+        """Waits for the tokens."""
+        wait_for_copies(barrier_of(self.smem, "early"))
+        if not by_wgmma():
+            self.meet()
+
+    def later_gates(self, chunk: Any) -> list[Any]:
+        """g of the next chunk."""
+        return self.log_decays(jnp.minimum(chunk + 1, self.call.chunks - 1))
 
     def part_of(self, tile: Any) -> Any:
         """The own channels of a tile."""
@@ -235,38 +268,39 @@ def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
     def memory(shape: tuple[int, ...], dtype: Any) -> Any:
         return plgpu.SMEM(shape, F32) if dtype == F32 else tile(*shape[-2:], BF16, shape[:-2])
 
-    return {name: memory(*like) for name, like in of.items()} | _MEETINGS.scratch()
+    scratch = {name: memory(*like) for name, like in of.items()} | _MEETINGS.scratch()
+    return scratch | copies_barrier("early", tiles_of(call, "q k").values())
 
 
 def pairs(call: Call) -> dict[str, Any]:
     """What the scans take: T, P with its weights, the decayed tiles, and exp(c[last])."""
 
     def kernel(refs: Any, smem: Any) -> None:
-        _Pairs(call, refs, smem, call.chunks).run()
+        _Pairs(call, refs, smem, per_head).run()
 
+    per_head = -(-call.chunks // SAVED)
     more = {"later": ((len(FAR) + 1, 2, CHUNK, call.keys), BF16), "P": ((CHUNK, CHUNK), BF16)}
-    scratch = _scratch_of_tokens(call, **more, A=((1, CHUNK, PADDED), F32))
-    scratch |= copies_barrier("arrived", tiles_of(call, "q k").values())
+    scratch = _scratch_of_tokens(call, **more, A=((PAIR, CHUNK, PADDED), F32))
     ends = jax.ShapeDtypeStruct((call.batch, call.heads, call.chunks, call.keys), F32)
     outs = dict.fromkeys(("kd", "kt", "qd"), call.of_keys_like(BF16))
     outs |= {"T": call.matrices_like(), "P": call.matrices_like(), "ends": ends}
     ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps}
-    grid = call.batch * call.heads * call.chunks
+    grid = call.batch * call.heads * per_head
     return launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2)
 
 
 class _Pairs(_Half):
     """The first warpgroup finds the products K Kᵀ of pairs, and T, the second Q Kᵀ, and P."""
 
-    def run(self) -> None:
-        smem, (chunk,) = self.smem, self.at.own
-        arrived = barrier_of(smem, "arrived")
-        start_copies(self.tokens(chunk), arrived, self.own == 0)
-        gates = self.log_decays(chunk)
-        wait_for_copies(arrived)
-        if not by_wgmma():
-            self.meet()
+    def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
+        smem, slot = self.smem, lax.rem(chunk, PAIR)
+        if self.call.packed or not by_wgmma():
+            self.wait()
         wide = self.store_sums(gates)
+        if by_wgmma() and not self.call.packed:
+            self.wait()
+        finish_writes()
+        sync_warpgroup()  # the tiles of the chunk before have been written
         self.each_part(self.store_factors)
         self.meet()
         total = accumulator(CHUNK)
@@ -276,11 +310,13 @@ class _Pairs(_Half):
         total = lax.fori_loop(0, wide, self.of_near, total) * by_column(smem.steps, BETA)
         self.meet()  # all products are done
         self.each_part(self.store_decayed)
-        pl.when(self.own == 0)(lambda: store_matrix(smem.A.at[0, :, pl.ds(0, CHUNK)], total))
+        pl.when(self.own == 0)(lambda: store_matrix(smem.A.at[slot, :, pl.ds(0, CHUNK)], total))
         pl.when(self.own == 1)(lambda: self.store_weights(total))
-        sync_tiles()
+        later = self.later_gates(chunk)
+        self.meet()
+        self.fetch(chunk + 1, more)
         self.write(chunk)
-        finish_writes()
+        return later
 
     def each_part(self, f: Any) -> None:
         """Calls `f` with columns of tiles, and what is of K and of Q there."""
@@ -349,9 +385,10 @@ class _Pairs(_Half):
         for ref, to in zip(self.decayed(), (refs.kd, refs.qd, refs.kt), strict=True):
             write_tile(self.part_of(ref), self.written(to, chunk))
 
-        @pl.when(self.own == 0)
+        @pl.when((self.own == 0) & (lax.rem(chunk, PAIR) == PAIR - 1))
         def _() -> None:
-            invert_unit_lower(smem.A, refs.T.at[at.batch, pl.ds(chunk, 1), at.head])
+            chunks = pl.ds(chunk - PAIR + 1, PAIR)
+            invert_unit_lower(smem.A, refs.T.at[at.batch, chunks, at.head])
 
         @pl.when(self.own == 1)
         def _() -> None:
@@ -424,7 +461,6 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
     more = {"N": of_values, "grads": both(of_values[0]), "S": states, "dS": states}
     more |= {"pairs": both((CHUNK, CHUNK)), "diagonal": ((CHUNK,), F32)}
     scratch = _scratch_of_tokens(call, **more, columns=((2, WARPS, LANES), F32))
-    scratch |= copies_barrier("early", tiles_of(call, "q k").values())
     scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2)
     grid = call.batch * call.heads * per_head
     return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2)
@@ -435,24 +471,6 @@ class _Grads(_Half):
 
     Then each has those of its key channels, and at last those of g of its tokens.
     """
-
-    def run(self) -> None:
-        (index,) = self.at.own
-        first = index * SAVED
-        count = jnp.minimum(SAVED, self.call.chunks - first)
-        self.fetch(first, True)
-        self.fetch_late(first, True)
-
-        def step(n: Any, gates: Any) -> Any:
-            of_chunk = _Grads(self.call, self.refs, self.smem, *self.counts)
-            return of_chunk.step(first + n, n + 1 < count, gates)
-
-        lax.fori_loop(0, count, step, self.log_decays(first))
-        finish_writes()
-
-    def fetch(self, chunk: Any, when: Any) -> None:
-        """The second warpgroup starts to fetch a chunk's tokens."""
-        start_copies(self.tokens(chunk), barrier_of(self.smem, "early"), (self.own == 1) & when)
 
     def fetch_late(self, chunk: Any, when: Any) -> None:
         """It starts to fetch what is multiplied with values and states."""
@@ -467,10 +485,8 @@ class _Grads(_Half):
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
         smem, at, refs = self.smem, self.at, self.refs
-        wait_for_copies(barrier_of(smem, "early"))
         wait_for_copies(barrier_of(smem, "late"))
-        if not by_wgmma():
-            self.meet()
+        self.wait()
         wide, kept = self.store_sums(gates), self.kept(gates)
         self.store_pairs()
         self.meet()
@@ -500,7 +516,7 @@ class _Grads(_Half):
         if self.call.rank == 1:
             write_tile(self.q, self.written(refs.dq, chunk))
             write_tile(self.k, self.written(refs.dk, chunk))
-        later = self.log_decays(jnp.minimum(chunk + 1, self.call.chunks - 1))
+        later = self.later_gates(chunk)
         self.write_log_decays(chunk, kept)
         finish_writes()
         self.meet()
