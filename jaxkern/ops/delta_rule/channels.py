@@ -296,7 +296,7 @@ class _Pairs(_Half):
         smem, slot = self.smem, lax.rem(chunk, PAIR)
         if self.call.packed or not by_wgmma():
             self.wait()
-        wide = self.store_sums(gates)
+        strong = self.store_sums(gates)
         if by_wgmma() and not self.call.packed:
             self.wait()
         finish_writes()
@@ -306,8 +306,8 @@ class _Pairs(_Half):
         total = accumulator(CHUNK)
         for n, size in enumerate(FAR):
             total = total + keep_pairs(self.multiplied(n), size)
-        total = lax.fori_loop(0, 1 - wide, self.of_block, total)
-        total = lax.fori_loop(0, wide, self.of_near, total) * by_column(smem.steps, BETA)
+        total = lax.fori_loop(0, 1 - strong, self.of_block, total)
+        total = lax.fori_loop(0, strong, self.of_near, total) * by_column(smem.steps, BETA)
         self.meet()  # all products are done
         self.each_part(self.store_decayed)
         pl.when(self.own == 0)(lambda: store_matrix(smem.A.at[slot, :, pl.ds(0, CHUNK)], total))
@@ -487,7 +487,7 @@ class _Grads(_Half):
         smem, at, refs = self.smem, self.at, self.refs
         wait_for_copies(barrier_of(smem, "late"))
         self.wait()
-        wide, kept = self.store_sums(gates), self.kept(gates)
+        strong, kept = self.store_sums(gates), self.kept(gates)
         self.store_pairs()
         self.meet()
         dbeta = 0
@@ -501,10 +501,10 @@ class _Grads(_Half):
             for size in FAR:
                 grads = self.of_size(first, q, k, size, grads)
             grads = lax.fori_loop(
-                0, 1 - wide, lambda _, v, f=first, q=q, k=k: self.of_block(f, q, k, v), grads
+                0, 1 - strong, lambda _, v, f=first, q=q, k=k: self.of_block(f, q, k, v), grads
             )
             grads = lax.fori_loop(
-                0, wide, lambda _, v, f=first, q=q, k=k: self.of_near(f, q, k, v), grads
+                0, strong, lambda _, v, f=first, q=q, k=k: self.of_near(f, q, k, v), grads
             )
             dq, dk, dc, of_part = self.of_roles(q, k, *grads)
             dbeta = dbeta + of_part
