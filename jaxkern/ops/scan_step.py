@@ -139,10 +139,8 @@ def unsupported(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, *rest: Any)
     The arrays are those of :func:`launch`, but `state` is of one layer, (B, G, …, N).
     """
     named = zip(("D", "z", "dt_bias"), rest, strict=True)
-    if reason := unfit(x=x, dt=dt, A=A, B=B, C=C, **dict(named)):
+    if reason := unfit_token(state, x=x, dt=dt, A=A, B=B, C=C, **dict(named)):
         return reason
-    if state.dtype != jnp.float32:
-        return f"state is {state.dtype}, and the kernel updates float32"
     states = state.shape[-1]
     if states & (states - 1) or not 2 * _VECTOR <= states <= _MAX_STATES:
         return (
@@ -173,41 +171,26 @@ def launch(options: ScanStepOptions, state: Any, layer: Any, *arrays: Any) -> tu
       *arrays: x (B, G, …), dt (B, G, …), A (G, …) or (G, …, N), B and C (B, G, N), D (G, …),
         z (B, G, …) and dt_bias (G, …), the last three or ``None``.
     """
-    x = arrays[0]
-    if x.size == 0:
-        return x, state
-    step = _Step.of(options.sizes, state.shape, *arrays)
-    names, fixed = step.given(layer, "dt A B C D z dt_bias")
-
-    def kernel(*references: Any) -> None:
-        *given, own, own_x = references
-        step.run(_refs(names, given, x=own_x, state=own), own, own_x)
-
-    written = [state.reshape(state.shape[0], *step.of_state), step.arrays["x"]]
-    after, out = launch_in_place(kernel, fixed, written, **step.launch)
-    return out.reshape(x.shape), after.reshape(state.shape)
+    return _launch(update_in_place, options, state, layer, *arrays)
 
 
 def launch_of_slices(
     options: ScanStepOptions, state: Any, layer: Any, *arrays: Any
 ) -> tuple[Any, ...]:
-    """Does as :func:`launch` under ``vmap``: the state is read from one array, and copied."""
-    x = arrays[0]
+    """Does as :func:`launch` under ``vmap``."""
+    return _launch(update_slices, options, state, layer, *arrays)
+
+
+def _launch(
+    update: Any, options: ScanStepOptions, state: Any, layer: Any, x: Any, *others: Any
+) -> tuple[Any, ...]:
     if x.size == 0:
         return x, state
-    own = take_layer(state, layer)[None]
-    step = _Step.of(options.sizes, own.shape, *arrays)
-    names, fixed = step.given(None, "dt A B C D z dt_bias x")
-
-    def kernel(*references: Any) -> None:
-        *given, state, after, out = references
-        step.run(_refs(names, given, state=state), after, out)
-
-    before = own.reshape(1, *step.of_state)
-    outs = jax.ShapeDtypeStruct(before.shape, before.dtype), step.arrays["x"]
-    like = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in outs)
-    after, out = launch_kernel(kernel, out_type=like, **step.launch)(*fixed, before)
-    return out.reshape(x.shape), put_layer(state, layer, after.reshape(own.shape[1:]))
+    step = _Step.of(options.sizes, state.shape, x, *others)
+    flat = state.reshape(state.shape[0], *step.of_state)
+    launch = {"grid": (step.blocks,), "grid_names": (BLOCK,), "kernel_name": "scan_step"}
+    out, after = update(step.run, "x", step.arrays, flat, layer, **launch)
+    return out.reshape(x.shape), after.reshape(state.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,10 +217,12 @@ class _Step:
     def of(cls, sizes: StepSizes, state: Any, x, dt, A, B, C, D, z, dt_bias) -> "_Step":
         (batch, groups), states = x.shape[:2], state[-1]
         rows, together = _together(x.shape, dt.shape)
-        tokens = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-        arrays = {name: _flat(v, batch * groups) for name, v in tokens.items()}
-        params = {"A": A, "D": D, "dt_bias": dt_bias}
-        arrays |= {name: _flat(v, groups) for name, v in params.items()}
+        named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        params = ("A", "D", "dt_bias")
+        arrays = {
+            name: v if v is None else v.reshape(groups if name in params else batch * groups, -1)
+            for name, v in named.items()
+        }
         return cls(
             sizes, StepTile.of(states, together, batch * groups * rows), groups, rows, arrays
         )
@@ -253,23 +238,15 @@ class _Step:
         return self.rows // self.tile.all_rows
 
     @property
-    def launch(self) -> dict[str, Any]:
-        """Arguments of the launch."""
-        blocks = len(self.arrays["x"]) * self.parts
-        return {"grid": (blocks,), "grid_names": (BLOCK,), "kernel_name": "scan_step"}
+    def blocks(self) -> int:
+        """All blocks."""
+        return len(self.arrays["x"]) * self.parts
 
-    def given(self, layer: Any, names: str) -> tuple[list[str], list[Any]]:
-        """Names of the arrays that are there, `layer` included, and the arrays."""
-        named = {"layer": layer} | {name: self.arrays[name] for name in names.split()}
-        there = {name: v for name, v in named.items() if v is not None}
-        return list(there), list(there.values())
-
-    def run(self, refs: Any, after: Any, out: Any) -> None:
-        """Runs the kernel, which writes the state to `after` and the output to `out`."""
+    def run(self, refs: Any) -> None:
+        """Runs the kernel."""
         tile, block = self.tile, lax.axis_index(BLOCK)
         column = lax.div(block, self.parts)
         group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
-        layer = 0 if refs.layer is None else clipped(refs.layer[0], refs.state.shape[0])
         of_rows = lambda ref, index: _StepRows(tile, ref, index, first_row, self.rows)
         lanes = [*range(tile.rows)]
         x = of_rows(refs.x, column)
@@ -278,7 +255,7 @@ class _Step:
         steps = dt.each(lambda row: self._step_size(dt.of(row), bias.of(row)))
         entering = [steps[row] * x.of(row) for row in lanes]
         own = pl.ds(first_row * tile.states, tile.all_rows * tile.states)
-        before, after = refs.state.at[layer, column, own], after.at[layer, column, own]
+        before, after = (ref.at[refs.layer, column, own] for ref in (refs.before, refs.after))
         rated = refs.A.shape[1] == self.rows * tile.states
         if rated:
             rates = refs.A.at[group, own]
@@ -306,22 +283,12 @@ class _Step:
         if refs.z is not None:
             z = of_rows(refs.z, column).summed()
             y = y * (z * sigmoid(z, exact=True))
-        store_lanes(out.at[column, pl.ds(first_row, tile.all_rows)], tile.summed_row(), [y])
+        store_lanes(refs.out.at[column, pl.ds(first_row, tile.all_rows)], tile.summed_row(), [y])
 
     def _step_size(self, dt: jax.Array, bias: jax.Array | None) -> jax.Array:
         dt = dt if bias is None else dt + bias
         limits = dataclasses.replace(self.sizes, softplus=False)
         return limits(softplus(dt, exact=True) if self.sizes.softplus else dt)
-
-
-def _refs(names: list[str], refs: list[Any], **others: Any) -> Any:
-    """The references by their names, ``None`` for absent arrays."""
-    absent = dict.fromkeys(("D", "z", "dt_bias", "layer"))
-    return types.SimpleNamespace(**absent | dict(zip(names, refs, strict=True)) | others)
-
-
-def _flat(v: Any, count: int) -> Any:
-    return None if v is None else v.reshape(count, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,3 +335,79 @@ class _StepRows:
         if self.shared > 1:
             own, offsets = pl.ds(lax.div(self.first, self.shared), 1), LaneOffsets()
         return load_lanes(self.ref.at[self.index, own], offsets)[0]
+
+
+# For the kernel of any recurrence: one layer's state is updated
+
+
+def unfit_token(state: Any, **arrays: Any) -> str | None:
+    """Why no kernel takes such arrays of a token, ``None`` for absent ones, or such a state."""
+    if reason := unfit(**arrays):
+        return reason
+    if state.dtype != jnp.float32:
+        return f"state is {state.dtype}, and the kernel updates float32"
+    return None
+
+
+def update_in_place(
+    run: Callable[[Any], None],
+    becomes_out: str,
+    arrays: dict[str, Any],
+    state: Any,
+    layer: Any,
+    **launch: Any,
+) -> tuple[Any, Any]:
+    """The output and the state, by a kernel that updates one layer's where it lies.
+
+    Args:
+      run: the kernel. It takes the references of `arrays` by their names, ``None`` for absent ones;
+        the states of all layers as ``before`` and as ``after``, and the number ``layer``; and
+        ``out``, of the same memory as the array that becomes it.
+      becomes_out: name of that array, which is as the output is.
+      arrays: what the kernel reads, by name.
+      state: (layers, …).
+      layer: number of the layer, (1,), int32; ``None`` where there is one.
+      **launch: the arguments of :func:`launch_kernel`.
+    """
+    fixed = {"layer": layer} | {n: v for n, v in arrays.items() if n != becomes_out}
+    fixed = {name: v for name, v in fixed.items() if v is not None}
+
+    def kernel(*references: Any) -> None:
+        *given, states, out = references
+        named = dict(zip(fixed, given, strict=True)) | {becomes_out: out}
+        run(_refs(arrays, named, before=states, after=states, out=out))
+
+    written = [state, arrays[becomes_out]]
+    after, out = launch_in_place(kernel, [*fixed.values()], written, **launch)
+    return out, after
+
+
+def update_slices(
+    run: Callable[[Any], None],
+    becomes_out: str,
+    arrays: dict[str, Any],
+    state: Any,
+    layer: Any,
+    **launch: Any,
+) -> tuple[Any, Any]:
+    """Does as :func:`update_in_place` under ``vmap``: the state is read from one array, and copied.
+
+    Nothing becomes the output, which is another array.
+    """
+    fixed = {name: v for name, v in arrays.items() if name != becomes_out and v is not None}
+    fixed |= {becomes_out: arrays[becomes_out], "before": take_layer(state, layer)[None]}
+
+    def kernel(*references: Any) -> None:
+        *given, after, out = references
+        run(_refs(arrays, dict(zip(fixed, given, strict=True)), after=after, out=out))
+
+    outs = (jax.ShapeDtypeStruct(fixed[n].shape, fixed[n].dtype) for n in ("before", becomes_out))
+    after, out = launch_kernel(kernel, out_type=tuple(outs), **launch)(*fixed.values())
+    return out, put_layer(state, layer, after[0])
+
+
+def _refs(arrays: dict[str, Any], given: dict[str, Any], **others: Any) -> Any:
+    """The references by their names, ``None`` for absent arrays, and the layer's number."""
+    refs = types.SimpleNamespace(**dict.fromkeys(arrays) | {"layer": None} | given | others)
+    refs.layer = 0 if refs.layer is None else clipped(refs.layer[0], refs.before.shape[0])
+    return refs
