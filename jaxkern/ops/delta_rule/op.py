@@ -28,7 +28,8 @@ start of its block, and j up to there. With segments A, M and what is read of S 
 tokens, and states, of different segments.
 
 The backward is the derivative that JAX takes of a chunk, from the last chunk to the first. The
-kernels and their backward: :mod:`jaxkern.ops.delta_rule.kernel`.
+kernels and their backward: :mod:`jaxkern.ops.delta_rule.kernel`; that of one token, which works on
+the recurrence itself: :mod:`jaxkern.ops.delta_rule.step`.
 
 Saved for the backward: the arguments, and the state before every 256th token in fp32, K·V / 256
 numbers a token and head.
@@ -57,11 +58,12 @@ from jaxkern.core.arguments import (
 )
 from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
-from jaxkern.core.dispatch import Implementation, Mode, final_state_op, public_op, resolve
+from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import segments
 from jaxkern.ops.delta_rule import devices
+from jaxkern.ops.delta_rule import step as step_kernel
 from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
@@ -73,8 +75,6 @@ from jaxkern.ops.delta_rule.reference import (
     unsupported,
 )
 from jaxkern.ops.scan_options import check_layer, join_groups, put_layer, split_groups, take_layer
-
-_NO_KERNELS = "it has no kernels yet"
 
 
 @final_state_op
@@ -334,15 +334,6 @@ PLAIN = KernelPass(  # whose sums over heads and gathers an Explicit mesh cannot
 # One token, to decode
 
 
-@dataclasses.dataclass(frozen=True)
-class DeltaRuleStepOptions:
-    """The static arguments of a step."""
-
-    mode: Mode
-    scale: float
-    qk_l2norm: bool
-
-
 @public_op
 def gated_delta_rule_step(
     state: jax.Array,
@@ -372,8 +363,11 @@ def gated_delta_rule_step(
       v: (B, H, V), where head h is in group h // (H / G).
       g: (B, H) or (B, H, K), or ``None`` for no decay.
       beta: (B, H), or ``None`` for 1.
-      scale, qk_l2norm, implementation: as for :func:`gated_delta_rule`.
+      scale, qk_l2norm: as for :func:`gated_delta_rule`.
       layer: as for :func:`jaxkern.selective_scan_step`.
+      implementation: ``"mosaic"`` for the Pallas GPU kernel (K a multiple of 16 up to 256, V a
+        multiple of 32), whose gradients are computed in plain JAX; ``"xla"`` for plain JAX;
+        ``None`` for the kernel where it can take the call.
 
     Returns:
       The output, (B, H, V), the dtype of `v`; and :math:`S_t`, the shape of `state`, float32.
@@ -393,9 +387,11 @@ def gated_delta_rule_step(
     number, state = check_layer(
         layer, state, (*v.shape[:2], q.shape[-1], v.shape[-1]), _STATE_SHAPE
     )
-    mode = resolve(implementation, _NO_KERNELS, op="gated_delta_rule_step")
-    options = DeltaRuleStepOptions(mode, _scale(scale, q), qk_l2norm)
     *grouped, state = _by_group((*args, state), 1)
+    mode = resolve(
+        implementation, step_kernel.unsupported(state, *grouped), op="gated_delta_rule_step"
+    )
+    options = step_kernel.DeltaRuleStepOptions(mode, _scale(scale, q), qk_l2norm)
     out, state = STEP(options, state, number, *grouped)
     state = join_groups(state, 2)
     return join_groups(out, 1), state[0] if layer is None else state
@@ -408,6 +404,8 @@ def _step_reference(options, state, layer, *tokens) -> tuple[Any, Any]:
 
 STEP = KernelPass(
     "gated_delta_rule_step",
+    kernel=step_kernel.launch,
+    kernel_of_slices=step_kernel.launch_of_slices,
     reference=_step_reference,
     ins=("s b g r k v", "i", "b g k", "b g k", "b g r v", "b g r ...", "b g r"),
     outs=("b g r v", "s b g r k v"),
