@@ -1,5 +1,6 @@
 """Cases of scans and of the convolution before one."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench.cases import peers
-from bench.cases.case import Argument, Case, Cost, Errors, Shape, constant, normal, times
+from bench.cases.case import Argument, Arrays, Case, Cost, Errors, Shape, constant, normal, times
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -32,18 +33,22 @@ def _packed(op: str) -> Any:
     return run
 
 
-def _token_by_token(step: str) -> Any:
-    """A scan by its step, which updates one state for every token."""
+def _token_by_token(step: Any, state: Any, tokens: Arrays) -> Any:
+    """The outputs, (B, L, …), of ``step(state, *token) -> (out, state)`` for every token."""
+    along = tuple(jnp.moveaxis(v, 1, 0) for v in tokens)
+    token = lambda state, now: step(state, *now)[::-1]
+    return jnp.moveaxis(jax.lax.scan(token, state, along)[1], 0, 1)
+
+
+def _stepped(op: str) -> Any:
+    """A scan by its step."""
 
     def run(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any, **how: Any) -> Any:
-        def token(state: Any, now: Any) -> tuple[Any, Any]:
-            x, dt, B, C = now
-            out, state = getattr(jaxkern, step)(state, x, dt, A, B, C, D, dt_bias=dt_bias, **how)
-            return state, out
+        def step(state: Any, x: Any, dt: Any, B: Any, C: Any) -> Any:
+            return getattr(jaxkern, op)(state, x, dt, A, B, C, D, dt_bias=dt_bias, **how)
 
-        along = tuple(jnp.moveaxis(v, 1, 0) for v in (x, dt, B, C))
         before = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]))
-        return jnp.moveaxis(jax.lax.scan(token, before, along)[1], 0, 1)
+        return _token_by_token(step, before, (x, dt, B, C))
 
     return run
 
@@ -283,7 +288,7 @@ SELECTIVE_SCANS = [
         axes="b l d n",
         arguments=(*_OF_TOKENS, _D, _STEP_BIASES),
         options={"dt_softplus": True},
-        run=_token_by_token("selective_scan_step"),
+        run=_stepped("selective_scan_step"),
         forward=Cost("3 b l d + 2 b l n", nbytes="8 b l d n", exponentials="b l d n"),
         passes=("forward",),
         shapes=[Shape((1024, 16, 1536, 16))],
@@ -410,7 +415,7 @@ SSDS = [
         axes="b l heads p n g",
         arguments=_OF_SSD,
         options={"dt_softplus": True},
-        run=_token_by_token("ssd_step"),
+        run=_stepped("ssd_step"),
         forward=Cost("2 b l heads p + b l heads + 2 b l g n", nbytes="8 b l heads p n"),
         passes=("forward",),
         shapes=[Shape((256, 16, 24, 64, 128, 1)), Shape((256, 16, 80, 64, 128, 1))],
@@ -456,6 +461,12 @@ def _delta_rule_alone(q: Any, k: Any, v: Any, beta: Any) -> Any:
 
 def _without_decay(q: Any, k: Any, v: Any, beta: Any, **how: Any) -> Any:
     return jaxkern.gated_delta_rule(q, k, v, None, beta, **how)
+
+
+def _delta_rule_stepped(q: Any, k: Any, v: Any, g: Any, beta: Any, **how: Any) -> Any:
+    step = functools.partial(jaxkern.gated_delta_rule_step, **how)
+    before = jnp.zeros((q.shape[0], v.shape[2], q.shape[-1], v.shape[-1]))
+    return _token_by_token(step, before, (q, k, v, g, beta))
 
 
 def _unit(key: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -513,21 +524,13 @@ _DELTA_SHAPES = [
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
 
+_QWEN, _KIMI, _NARROW = (
+    Shape((b, 16, 32, size, size, g))
+    for b, size, g in ((64, 128, 16), (64, 128, 32), (256, 64, 32))
+)
+"""A layer of Qwen3-Next, one of Kimi Linear, and one that has heads of 64 channels."""
+
 DELTA_RULES = [
-    Case(
-        op="gated_delta_rule_step",
-        kernels=False,
-        axes="b heads p n g",
-        result="b heads p",
-        split="b heads",
-        arguments=(
-            Argument("state", "b heads n p", role="float32"),
-            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
-            Argument("g", "b heads", _log_decays, "float32"),
-            Argument("beta", "b heads", _fractions),
-        ),
-        strict=True,
-    ),
     Case(
         **_DELTA,
         **_OF_HEADS_ALONE,
@@ -576,6 +579,40 @@ DELTA_RULES = [
         ),
         options={"return_final_state": True, "qk_l2norm": True},
         strict=True,
+    ),
+    Case(
+        op="gated_delta_rule_step",
+        kernels=False,
+        axes="b heads p n g",
+        result="b heads p",
+        split="b heads",
+        arguments=(
+            Argument("state", "b heads n p", role="float32"),
+            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
+            Argument("g", "b heads", _log_decays, "float32"),
+            Argument("beta", "b heads", _fractions),
+        ),
+        strict=True,
+    ),
+    *(
+        Case(
+            op="gated_delta_rule_step",
+            variant=variant,
+            axes="b l heads p n g",
+            arguments=(*_OF_DELTA, decays, _BETA),
+            options={"qk_l2norm": True},
+            run=_delta_rule_stepped,
+            forward=Cost(
+                "2 b l g n + 2 b l heads p + b l heads",
+                nbytes=f"8 b l heads p n + 4 b l heads{of_decays}",
+            ),
+            passes=("forward",),
+            shapes=shapes,
+        )
+        for variant, decays, of_decays, shapes in (
+            ("decoded", _DECAYS, "", [_QWEN, _NARROW]),
+            ("KDA-decoded", _DECAYS_OF_CHANNELS, " n", [_KIMI]),
+        )
     ),
 ]
 
