@@ -84,6 +84,17 @@ def test_a_library_gets_the_arrays_of_the_delta_rule(name, path, monkeypatch):
             peers.arranged(small, name).call(*arrays)
 
 
+@pytest.mark.parametrize(("variant", "heads"), [("", 16), ("-KDA", 32)])
+def test_keys_of_groups_are_repeated_for_kda_alone(variant, heads, monkeypatch):
+    """The kernels of Gated DeltaNet there take groups."""
+    fake = types.SimpleNamespace(linear_attention=lambda kind, *qkv, **gates: (qkv, "state"))
+    monkeypatch.setitem(sys.modules, "jla.ops", fake)
+    case = case_of("gated_delta_rule", "1x8192x32x128x128x16" + variant)
+    arrays = jax.eval_shape(case.arrays, jax.random.key(0))
+    qkv = jax.eval_shape(peers.arranged(case, "jla").call, *arrays)
+    assert [x.shape for x in qkv] == [(1, 8192, h, 128) for h in (heads, heads, 32)]
+
+
 def test_plain_jax_is_not_timed_where_it_saves_no_memory():
     whole, in_parts = (case_of("linear_cross_entropy", LOSS + end) for end in ("", "-160MiB"))
     assert [run._is_timed(case, "xla") for case in (whole, in_parts)] == [True, False]

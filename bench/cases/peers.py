@@ -129,8 +129,15 @@ def _jla_ssd() -> Any:
 
 
 def _jla_delta_rule(kind: str) -> Any:
+    """KDA there takes as many key heads as value heads: they are repeated, as in its layer."""
     scan = _load("jla.ops:linear_attention")
-    return lambda q, k, v, g, beta: scan(kind, q, k, v, g=g, beta=beta)[0]
+
+    def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        if kind == "kda":
+            q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+        return scan(kind, q, k, v, g=g, beta=beta)[0]
+
+    return call
 
 
 def _fla_delta_rule(path: str) -> Any:
