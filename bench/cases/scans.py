@@ -523,6 +523,7 @@ _DELTA_SHAPES = [
     Shape((1, 8192, 64, 64, 64, 64)),
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
+_DELTA_SMALL = Shape((2, 256, 4, 16, 16, 4), "float32")
 
 _QWEN, _KIMI, _NARROW = (
     Shape((b, 16, 32, size, size, g))
@@ -538,6 +539,7 @@ DELTA_RULES = [
         expression=_delta_rule,
         peers=peers.GATED_DELTA_RULE,
         shapes=_DELTA_SHAPES,
+        small=_DELTA_SMALL,
         errors=_DELTA_ERRORS,
         strict=True,
     ),
@@ -550,6 +552,7 @@ DELTA_RULES = [
         arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
         expression=_delta_rule,
         shapes=_DELTA_SHAPES,
+        small=_DELTA_SMALL,
         errors=_DELTA_ERRORS,
         strict=True,
     ),
