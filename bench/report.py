@@ -188,6 +188,26 @@ def _layers(results: Results) -> str:
     return pivot([{"rows": rows}], ["layer", "GPU", at], "implementation", told, by)
 
 
+def _delta_rule(results: Results) -> str:
+    """Times and memory of the gated delta rule, on the GPU whose figures are newest."""
+    op = "gated_delta_rule"
+    latest = max((r for r in results.newest() if r["op"] == op), key=lambda row: row["date"])
+    rows = []
+    for shape in (one.shape for one in cases(small=False) if one.op == op):
+        at = ((latest["gpu"], (op, shape, "bfloat16", d)) for d in ("forward", "both"))
+        lines = [results.lines[key] for key in at if key in results.lines]
+        if lines:
+            both = lines[-1].figures
+            memory = (
+                f"{name_of(name)} {both[name]['temp_bytes'] / 1e9:.2f} GB"
+                for name in (OURS, lines[-1].rival)
+                if name in both
+            )
+            rows.append([plain_shape(shape), *map(_told, lines), "; ".join(memory)])
+    head = ["batch × L × heads × V × K × key heads", "forward", "forward and backward", "memory"]
+    return f"On one {latest['gpu']}, JAX {latest['jax']}:\n\n{table(head, rows)}"
+
+
 def _devices(results: Results, files: str = "devices") -> str:
     rows = [row for one in results.of(files) for row in one["rows"]]
     heads = {"devices": "GPUs", "tokens_per_second": "tokens/s", "peak_gib": "peak, GiB"}
@@ -320,6 +340,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "slower": _slower_ops,
     "trained": lambda results: table(HEAD, training_rows(results, results.trainings())),
     "layers": _layers,
+    "delta_rule": _delta_rule,
     "devices": _devices,
     "four": lambda results: _devices(results, "devices-4"),
     "generations": lambda _: compiled.matrix(),
