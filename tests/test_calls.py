@@ -323,10 +323,10 @@ def test_what_is_timed_has_a_cost_and_one_name():
 
 
 def test_a_case_without_kernels_is_plain_jax_where_that_is_named(monkeypatch):
-    """Else the op chooses, which may have a backward of its own."""
-    (c,) = (c for c in TABLE if c.name == "gated_delta_rule, KDA")
+    """Else the op chooses."""
+    (c,) = (c for c in TABLE if c.name == "gated_delta_rule_step")
     asked = []
-    recording = functools.wraps(jaxkern.gated_delta_rule)(lambda *_, **how: asked.append(how))
+    recording = functools.wraps(jaxkern.gated_delta_rule_step)(lambda *_, **how: asked.append(how))
     monkeypatch.setattr(jaxkern, c.op, recording)
     for name in ("mosaic", None, "xla"):
         c.call(*c.names, implementation=name)

@@ -523,6 +523,7 @@ _DELTA_SHAPES = [
     Shape((1, 8192, 64, 64, 64, 64)),
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
+_DELTA_PACKED = [_DELTA_SHAPES[1], Shape((32, 1024, 16, 128, 128, 16))]
 _DELTA_SMALL = Shape((2, 256, 4, 16, 16, 4), "float32")
 
 _QWEN, _KIMI, _NARROW = (
@@ -547,10 +548,9 @@ DELTA_RULES = [
         **_DELTA,
         **_OF_CHANNELS,
         variant="KDA",
-        kernels=False,
-        peers=peers.KDA,
         arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
         expression=_delta_rule,
+        peers=peers.KDA,
         shapes=_DELTA_SHAPES,
         small=_DELTA_SMALL,
         errors=_DELTA_ERRORS,
@@ -570,7 +570,15 @@ DELTA_RULES = [
         variant="packed",
         arguments=(*_OF_DELTA, _DECAYS, _BETA),
         run=_packed("gated_delta_rule"),
-        shapes=_DELTA_SHAPES[1:2],
+        shapes=_DELTA_PACKED,
+    ),
+    Case(
+        **_DELTA | _NUMBERED,
+        **_OF_CHANNELS,
+        variant="KDA-packed",
+        arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
+        run=_packed("gated_delta_rule"),
+        shapes=_DELTA_PACKED,
     ),
     Case(
         **_DELTA | _NUMBERED,
