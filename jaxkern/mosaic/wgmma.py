@@ -300,9 +300,9 @@ def store_column_sums(ref: Any, first: int, v: Any, row: int | None = None) -> N
     """
     (sums,) = sum_lanes(_sums_of_row_pairs(v), (16, 8, 4))
     columns = ref.at[:, pl.ds(first, v.shape[1])]  # the interpreter stores all that it is given
-    row = v.shape[1] if interpreted() else row or ref.shape[1]
+    apart = v.shape[1] if interpreted() else row or ref.shape[1]
     # After each of the three steps a lane has half of its columns: of 4 · 2, one.
-    digits = (1, 4, 2), (4, 2, 1), (8, 4, 8), (32, WARPS, row)
+    digits = (1, 4, 2), (4, 2, 1), (8, 4, 8), (32, WARPS, apart)
     store_lanes(columns, LaneOffsets(digits), [sums])
 
 

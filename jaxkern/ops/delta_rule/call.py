@@ -30,6 +30,7 @@ from jaxkern.ops.delta_rule.reference import (
     SAVED_EVERY,
     DeltaRuleOptions,
     clipped_decays,
+    of_channels,
     unit_length,
 )
 
@@ -84,7 +85,7 @@ class Call:
         self.batch, self.length, self.groups, self.rank, self.channels = v.shape
         self.key_channels = q.shape[-1]
         self.heads = self.groups * self.rank
-        self.by_channel, self.packed = g is not None and g.ndim == 5, rank is not None
+        self.by_channel, self.packed = of_channels(g), rank is not None
         self.keys = up(self.key_channels, LANES if self.by_channel else KEYS)
         self.values = up(self.channels, SLICE)
         self.tokens = up(self.length, PAIR * CHUNK)
@@ -92,7 +93,8 @@ class Call:
         if options.qk_l2norm:
             q, k = (unit_length(x.astype(F32)).astype(x.dtype) for x in (q, k))
         self.q, self.k = (padded(padded(x, 1, self.tokens), 3, self.keys) for x in (q, k))
-        self.v, self.scale, self.g = self.of_values(v), options.scale, None
+        self.v, self.scale = self.of_values(v), options.scale
+        self.g: Any = None
         of_tokens, in_chunks = v.shape[:-1], lambda x: self.in_chunks(x.astype(F32))
         beta = in_chunks(jnp.ones(of_tokens, F32) if beta is None else beta)
         if self.by_channel:
@@ -247,9 +249,9 @@ def tiles_of(call: Call, names: str) -> dict[str, Any]:
     """Shapes and dtypes of the arrays' parts in a chunk, of these names and of steps or ends."""
     of: dict[str, Any] = dict.fromkeys(("q", "k", "kd", "kt", "qd"), ((CHUNK, call.keys), BF16))
     of |= {"steps": (call.steps.shape[-2:], F32), "ends": ((call.keys,), F32)}
-    names = names.split()
-    names.append("ends" if call.by_channel and "q" not in names else "steps")
-    return {name: of.get(name, ((CHUNK, CHUNK), BF16)) for name in names}
+    all_names = names.split()
+    all_names.append("ends" if call.by_channel and "q" not in all_names else "steps")
+    return {name: of.get(name, ((CHUNK, CHUNK), BF16)) for name in all_names}
 
 
 def first_state(ref: Any, at: Place, index: Any, part: Any, keys: int) -> Any:

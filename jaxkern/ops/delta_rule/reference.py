@@ -103,8 +103,7 @@ class Tokens(NamedTuple):
 
     def masks(self, bad: Any) -> tuple[Any, ...]:
         of_heads, of_group = bad[..., None], jnp.any(bad, axis=-1, keepdims=True)
-        by_channel = self.g is not None and self.g.ndim == 5
-        return of_group, of_group, of_heads, of_heads if by_channel else bad, bad
+        return of_group, of_group, of_heads, of_heads if of_channels(self.g) else bad, bad
 
     def run_chunk(self, scan: ChunkedScan, h: Any, marks: Marks, D: Any) -> tuple[Any, Any]:
         """Q tokens from the state, (B, G, R, K, V), to that after them; the output, like v."""
@@ -147,6 +146,11 @@ class Tokens(NamedTuple):
                 moved = jnp.moveaxis(x.astype(acc), 1, 3)
                 weights.append(moved if moved.ndim == v.ndim else moved[..., None])
         return *queries_and_keys(options, q, k), v, *weights
+
+
+def of_channels(g: Any) -> bool:
+    """Whether decays are of channels, (B, L, G, R, K)."""
+    return g is not None and g.ndim == 5
 
 
 def clipped_decays(g: Any) -> Any:
@@ -325,8 +329,7 @@ def reference_fwd(
     """
     args = options, Tokens.of(q, k, v, g, beta), None, initial_state, rank, crossed
     T = None
-    by_channel = g is not None and g.ndim == 5
-    if options.save and not by_channel and unsupported(options.num_segments, q, k, v) is None:
+    if options.save and not of_channels(g) and unsupported(options.num_segments, q, k, v) is None:
         chunks = -(-v.shape[1] // (2 * KERNEL_CHUNK)) * 2
         shape = (v.shape[0], chunks, *v.shape[2:4], KERNEL_CHUNK, KERNEL_CHUNK)
         T = vary_over(jnp.zeros(shape, jnp.bfloat16), varying(v))
