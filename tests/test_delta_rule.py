@@ -1,5 +1,6 @@
 """gated_delta_rule: its accuracy at any decay, states, where NaN goes, the step, the matrix."""
 
+import dataclasses
 import functools
 import re
 
@@ -84,6 +85,21 @@ def amid_others(g, beta, rng):
     return np.select([kept < 0.05, kept < 0.3, kept < 0.6], [-np.inf, -30.0, 0.0], g), beta
 
 
+def some_strong(arrays):
+    """In the first 64 tokens half of the decays are as in :func:`amid_others`; no other is strong.
+
+    Of channels so are those of the first half: only with these, a chunk's pairs of near tokens take
+    a way of their own.
+    """
+
+    def make(g, beta, rng):
+        own = (slice(None), slice(0, 64), *[slice(None)] * (g.ndim - 3), slice(0, g.shape[-1] // 2))
+        g[own] = amid_others(g[own], beta, rng)[0]
+        return g, beta
+
+    return with_gates(make, arrays)
+
+
 GATES = {
     "as drawn": lambda arrays: arrays,
     "decays of e^-30": lambda a: with_gates(lambda g, beta, _: (0 * g - 30, beta), a),
@@ -92,6 +108,11 @@ GATES = {
     "beta near 2": lambda a: with_gates(lambda g, beta, _: (g, 2 - 0.01 * beta), a),
     "parallel keys": parallel,
     "parallel keys, no decay": lambda a: parallel(GATES["no decay"](a)),
+}
+
+KERNEL_GATES = GATES | {
+    "growing": lambda a: with_gates(lambda g, beta, _: (-g / 8, beta), a),
+    "some strong": lambda a: some_strong(a),
 }
 
 REFLECTING = {
@@ -219,8 +240,8 @@ def test_delta_rule_scale():
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ({"by_channel": True}, "g is of channels"),
         ({"dtype": "float32"}, "q is float32, and the kernels take bfloat16"),
+        ({"by_channel": True, "dtype": "float16"}, "q is float16, and the kernels take bfloat16"),
         ({"keys": 129}, "q has 129 channels a head, and the kernels take at most 128"),
         ({"num_segments": 2}, "it has num_segments"),
     ],
@@ -671,43 +692,63 @@ def plain(*arrays, segment_ids=None, **options):
     return delta_rule(q, k, v, g, beta, state, new, **options)
 
 
+def oracle_of_kernels(v, k, q, g, *rest, **options):
+    """The oracle; of g of channels with the terms of its gradient, q · dq − k · dk of later tokens.
+
+    In a chunk whose end forgets all, only what its last token leaves in the state is not tiny among
+    them, and it cancels.
+    """
+    results, grads = sequences.gated_delta_rule(v, k, q, g, *rest, **options)
+    _, dk, dq, *_ = grads
+    terms = np.hypot(np.linalg.norm(q * dq), np.linalg.norm(k * dk))
+    at = len(results) + NAMES.index("g")
+    return results, grads, {at: terms} if g.ndim == v.ndim else {}
+
+
 def check_kernels(arrays, **options):
     """Errors are at most twice those of a plain scan in bf16."""
     options |= {"own": {"return_final_state": True}, "dtypes": ["bfloat16", "float32"]}
-    oracle = sequences.gated_delta_rule
-    check.check_accuracy(scan, plain, oracle, arrays, "mosaic", **options)
+    check.check_accuracy(scan, plain, oracle_of_kernels, arrays, "mosaic", **options)
 
 
 @pytest.mark.gpu
+@KINDS
 @check.PRODUCTS
 @pytest.mark.parametrize(
     ("size", "options"),
     [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
 )
-def test_delta_rule_kernels_accuracy(size, options, products):
+def test_delta_rule_kernels_accuracy(size, options, products, by_channel):
     with products():
-        check_kernels(drawn(*size, dtype="bfloat16"), **options)
+        check_kernels(drawn(*size, by_channel=by_channel, dtype="bfloat16"), **options)
 
 
-def test_delta_rule_kernels():
+@KINDS
+def test_delta_rule_kernels(by_channel):
     """Two chunks, the second with two tokens, and fewer channels than a tile."""
-    check_kernels(drawn(1, 66, 1, 16, 16, 1, dtype="bfloat16"))
+    arrays = drawn(1, 66, 1, 16, 16, 1, by_channel=by_channel, dtype="bfloat16")
+    check_kernels(some_strong(arrays) if by_channel else arrays)
 
 
 @pytest.mark.compiled
+@KINDS
 @check.PRODUCTS
-@pytest.mark.parametrize("gates", GATES)
-def test_delta_rule_kernels_gates(gates, products):
+@pytest.mark.parametrize("gates", KERNEL_GATES)
+def test_delta_rule_kernels_gates(gates, products, by_channel):
     with products():
-        check_kernels(GATES[gates](drawn(1, 300, 2, 64, 128, 2, dtype="bfloat16")))
+        arrays = drawn(1, 300, 2, 64, 128, 2, by_channel=by_channel, dtype="bfloat16")
+        check_kernels(KERNEL_GATES[gates](arrays))
 
 
 @pytest.mark.gpu
 @exhaustive
-@pytest.mark.parametrize("absent", ["g", "beta"])
-def test_delta_rule_kernels_without(absent):
-    v, k, q, g, beta, _ = drawn(1, 70, 1, 64, 64, 1, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("absent", "by_channel"),
+    [("g", False), ("beta", False), pytest.param("beta", True, id="beta-KDA")],
+)
+def test_delta_rule_kernels_without(absent, by_channel):
+    v, k, q, g, beta, _ = drawn(1, 70, 1, 64, 64, 1, by_channel=by_channel, dtype="bfloat16")
     full = {"g": jnp.zeros_like(g), "beta": jnp.ones_like(beta)}
     given = {"g": g, "beta": beta}
     call = functools.partial(scan, v, k, q, implementation="mosaic")
@@ -719,22 +760,46 @@ def test_delta_rule_kernels_without(absent):
 
 @pytest.mark.gpu
 @exhaustive
-def test_delta_rule_kernels_keep_nan_where_it_is():
-    """A NaN leaves other heads the bits they had, and of packed rows other segments' values."""
-    arrays = drawn(1, 70, 2, 64, 64, 2, dtype="bfloat16")
+@KINDS
+def test_delta_rule_kernels_keep_nan_where_it_is(by_channel):
+    """A NaN leaves other heads the bits they had, and of packed rows other segments' values.
+
+    And their gradients.
+    """
+    arrays = drawn(1, 70, 2, 64, 64, 2, by_channel=by_channel, dtype="bfloat16")
     ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1)
-    call = jax.jit(functools.partial(scan, implementation="mosaic"))
     bad = (arrays[0].at[0, 25, 1].set(jnp.nan), *arrays[1:])
-    for how in {}, {"segment_ids": ids}:
+    dout = jnp.sin(3 * arrays[0])
+
+    def call(arrays, **how):
         with check.running("mosaic"):
-            want, got = (np.asarray(call(*a, **how), np.float32) for a in (arrays, bad))
-        assert np.isnan(got[0, 25, 1]).all()
-        if not how:
-            np.testing.assert_array_equal(got[:, :, 0], want[:, :, 0])
-            continue
-        others = np.delete(np.arange(70), slice(20, 40))
-        for there, before in (got[:, :, 0], want[:, :, 0]), (got[0, others, 1], want[0, others, 1]):
-            check.assert_close(there, before, 2.0**-6)
+            found = check.value_and_grads(scan, arrays, dout, implementation="mosaic", **how)
+        return [np.asarray(x, np.float32) for x in jax.tree.leaves(found)]
+
+    others = np.delete(np.arange(70), slice(20, 40))
+    for how in {}, {"segment_ids": ids}:
+        (out, *grads), (bad_out, *bad_grads) = (call(a, **how) for a in (arrays, bad))
+        assert np.isnan(bad_out[0, 25, 1]).all()
+        assert any(np.isnan(x[:, 20:40, 1]).any() for x in bad_grads[:-1])
+        for there, before in zip((bad_out, *bad_grads[:-1]), (out, *grads[:-1]), strict=True):
+            if not how:
+                np.testing.assert_array_equal(there[:, :, 0], before[:, :, 0])
+                continue
+            check.assert_close(there[:, :, 0], before[:, :, 0], 2.0**-6)
+            check.assert_close(there[0, others, 1], before[0, others, 1], 2.0**-6)
+
+
+def test_delta_rule_kernels_need_shared_memory():
+    """With decays of channels a pass whose kernels find too little of it is plain JAX."""
+
+    def runs(gpu, by_channel):
+        arrays = drawn(1, 70, 1, 128, 128, 1, by_channel=by_channel, dtype="bfloat16")
+        with jaxkern.lowering_for(gpu):
+            return check.kernel_calls(check.lowered(scan, *arrays))
+
+    assert runs("h100", True)
+    assert runs("a10g", False)
+    assert not runs("a10g", True)
 
 
 # Transformations and meshes
@@ -810,7 +875,15 @@ KERNELS = check.Op(
         and (check.ON_GPU or name not in ("grad", "grad(grad)", "vmap(grad)"))
     ],
 )
-test_delta_rule_transformations = check.transformations(DELTA_RULE, PACKED, KERNELS)
+KDA_KERNELS = dataclasses.replace(
+    KERNELS,
+    name="gated_delta_rule, kernels of KDA",
+    arrays=lambda key: drawn(4, 5, 4, 2, 3, 4, by_channel=True, dtype="bfloat16", seed=3),
+    kernels=("gated_delta_rule_fwd", "gated_delta_rule_channels_bwd"),
+    axes="blhp blhn blhn blhn blh bhnp -> blhp",
+    slow=[("auto mesh", "mosaic"), *KERNELS.slow],
+)
+test_delta_rule_transformations = check.transformations(DELTA_RULE, PACKED, KERNELS, KDA_KERNELS)
 
 
 def test_delta_rule_in_forward_mode():
