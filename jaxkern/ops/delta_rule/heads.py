@@ -1,4 +1,22 @@
-"""Kernels of the gated delta rule that only decays of heads need: T, and the gradients."""
+"""Kernels of the gated delta rule that only decays of heads need: T, and the gradients.
+
+With the names of :mod:`jaxkern.ops.delta_rule.kernel`, and D[i,j] = exp(c[i] − c[j]) for j ≤ i:
+
+    a = strict(K Kᵀ ∘ D),  T = (I + a[i,j] · β[j])⁻¹,  P = Q Kᵀ ∘ D
+
+The first kernel finds T. The last one has a block from each state that the forward saved to the
+next. It finds the states between them and N once more, and chunk by chunk the gradients, with dO
+times scale and the products
+
+    dP = tril(dO Nᵀ),  M = dV Nᵀ,  W = E ∘ (dV Sᵀ),  Z = left ∘ (N dSᵀ)
+    h = strict(dP ∘ P − M ∘ a),  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
+
+    dQ = E ∘ (dO Sᵀ) + G K
+    dK = β ∘ Z − W + Gᵀ Q + (F + Fᵀ) K
+    dβ[j] = (dP ∘ P)[j,j] + Σ_i h[i,j] + K[j] · Z[j]
+    dc = Q · (E ∘ dO Sᵀ) − K · W + Σ_j h[i,j] · β[j] − β[i] · Σ_j h[j,i]
+    dg[t] = Σ_{i ≥ t} dc[i] + Σ_{i < t} (β · (K · Z))[i] + exp(c[last]) · S · dS
+"""
 
 from typing import Any
 

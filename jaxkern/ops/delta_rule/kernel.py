@@ -1,39 +1,38 @@
-"""The kernels of the gated delta rule with decays of heads.
+"""The kernels of the gated delta rule: the scans, and the passes of all that a call needs.
 
-They multiply by wgmma or mma.sync (:mod:`jaxkern.mosaic.mma`), on every GPU from Ampere on. In a
-chunk of CHUNK tokens, with c[i] = g[0] + … + g[i], E = exp(c), D[i,j] = exp(c[i] − c[j]) for j ≤ i,
-and S, (K, V), the state before it:
+They multiply by wgmma or mma.sync (:mod:`jaxkern.mosaic.mma`), on every GPU from Ampere on whose
+shared memory is enough. In a chunk of CHUNK tokens, with c[i] = g[0] + … + g[i], E = exp(c),
+left = exp(c[last] − c), and S, (K, V), the state before it:
 
-    a = strict(K Kᵀ ∘ D),  T = (I + a[i,j] · β[j])⁻¹,  P = Q Kᵀ ∘ D
-    N = T (V − E ∘ (K S))
-    O = scale · (E ∘ (Q S) + (P[i,j] · β[j]) N)
-    S ← exp(c[last]) · S + (β ∘ left ∘ K)ᵀ N,  left = exp(c[last] − c)
+    a[i,j] = Σ_k K[i,k] · K[j,k] · exp(c[i] − c[j])  for j < i,  T = (I + a[i,j] · β[j])⁻¹
+    P[i,j] = Σ_k Q[i,k] · K[j,k] · exp(c[i] − c[j])  for j ≤ i
+    N = T (V − (E ∘ K) S)
+    O = scale · ((E ∘ Q) S + (P[i,j] · β[j]) N)
+    S ← exp(c[last]) ∘ S + (β ∘ left ∘ K)ᵀ N
 
-T of each chunk is found first, and kept for the backward. The scan then goes through the chunks
-with Sᵀ of SLICE value channels in the registers of a warpgroup. What it multiplies is transposed,
-(SLICE, …), so that each product leaves the next one's left operand in the registers of its lane:
+With decays of heads c, E and left are numbers of tokens: the scans multiply by K and Q, and by
+these afterwards, and make P. With decays of channels c, E and left are (CHUNK, K), and
+:mod:`jaxkern.ops.delta_rule.channels` finds P and the decayed K and Q first, for them to multiply
+by. T of each chunk is found first in both: by :mod:`jaxkern.ops.delta_rule.heads`, and then kept
+for the backward, or with P, in the backward once more.
 
-    (K S)ᵀ = Sᵀ Kᵀ → (V − E ∘ K S)ᵀ → Nᵀ = (…)ᵀ Tᵀ → Sᵀ += Nᵀ (β ∘ left ∘ K)
+The scan then goes through the chunks with Sᵀ of SLICE value channels in the registers of a
+warpgroup. What it multiplies is transposed, (SLICE, …), so that each product leaves the next one's
+left operand in the registers of its lane:
 
-A second warpgroup makes P and O, for which it gets S and N through shared memory.
+    ((E ∘ K) S)ᵀ = Sᵀ (E ∘ K)ᵀ → (V − (E ∘ K) S)ᵀ → Nᵀ = (…)ᵀ Tᵀ → Sᵀ += Nᵀ (β ∘ left ∘ K)
+
+A second warpgroup makes O, for which it gets S and N through shared memory.
 
 Backward, for dO, by then times scale, and dS of the state after a chunk:
 
-    dN = β ∘ (Pᵀ dO + left ∘ (K dS)),  dV = Tᵀ dN
-    dS ← exp(c[last]) · dS + (E ∘ Q)ᵀ dO − (E ∘ K)ᵀ dV
+    dN = β ∘ (Pᵀ dO + (left ∘ K) dS),  dV = Tᵀ dN
+    dS ← exp(c[last]) ∘ dS + (E ∘ Q)ᵀ dO − (E ∘ K)ᵀ dV
 
-in the same way, from the end to the start; the second warpgroup makes Pᵀ dO and E ∘ dO. With dS of
-all chunks, the last kernel has a block from each state that the forward saved to the next. It finds
-the states between them and N once more, and chunk by chunk the gradients, with the products
-
-    dP = tril(dO Nᵀ),  M = dV Nᵀ,  W = E ∘ (dV Sᵀ),  Z = left ∘ (N dSᵀ)
-    h = strict(dP ∘ P − M ∘ a),  F = −strict(M ∘ D)[i,j] · β[j],  G = (dP ∘ D)[i,j] · β[j]
-
-    dQ = E ∘ (dO Sᵀ) + G K
-    dK = β ∘ Z − W + Gᵀ Q + (F + Fᵀ) K
-    dβ[j] = (dP ∘ P)[j,j] + Σ_i h[i,j] + K[j] · Z[j]
-    dc = Q · (E ∘ dO Sᵀ) − K · W + Σ_j h[i,j] · β[j] − β[i] · Σ_j h[j,i]
-    dg[t] = Σ_{i ≥ t} dc[i] + Σ_{i < t} (β · (K · Z))[i] + exp(c[last]) · S · dS
+in the same way, from the end to the start; the second warpgroup makes Pᵀ dO and, with decays of
+heads, E ∘ dO. With dS of all chunks, the last kernel has a block from each state that the forward
+saved to the next, and finds the gradients chunk by chunk: of heads in
+:mod:`jaxkern.ops.delta_rule.heads`, of channels in :mod:`jaxkern.ops.delta_rule.channels`.
 """
 
 import dataclasses
@@ -371,7 +370,7 @@ def _one(call: Call, state: Any) -> Any:
 
 
 def _found(call: Call, T: Any = None) -> dict[str, Any]:
-    """What the scans read beside values; T may be known, (B, chunks, G, R, CHUNK, CHUNK)."""
+    """Arrays of the scans beside values; T, (B, chunks, G, R, CHUNK, CHUNK), may be known."""
     if call.by_channel:
         return channels.pairs(call)
     if T is not None:

@@ -32,7 +32,7 @@ kernels and their backward: :mod:`jaxkern.ops.delta_rule.kernel`; that of one to
 the recurrence itself: :mod:`jaxkern.ops.delta_rule.step`.
 
 Saved for the backward: the arguments, and the state before every 256th token in fp32, K·V / 256
-numbers a token and head.
+numbers a token and head; by kernels with one decay for a head also T, 64 numbers in 16 bits.
 
 A chunk takes 2·Q·(2·Q·V + 3·K·V) operations of products for a head, and 2·Q·2·Q·K for a group, or
 for a head where channels decay apart; backward, with what is computed again, 2·Q·(5·Q·V + 8·K·V)
@@ -114,8 +114,10 @@ def gated_delta_rule(
     fp32. With β near 2 each token nearly reflects the state, and the values of a chunk, found from
     products of its keys, lose up to nine of 24 bits where keys are nearly parallel and nothing
     decays; a loop loses five. The kernels find the chunk's inverse in fp32, and round it, the
-    state and what is multiplied by them to 16 bits. Where :math:`\beta \lVert k \rVert^2` is
-    above 2, the state and its errors may grow with every token.
+    state and what is multiplied by them to 16 bits; the gradient that they find of `g` of channels
+    is exact to the fp32 rounding of q · dq and k · dk, whose differences it is a sum of. Where
+    :math:`\beta \lVert k \rVert^2` is above 2, the state and its errors may grow with every
+    token.
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every 256th token are kept.
@@ -143,9 +145,9 @@ def gated_delta_rule(
         :func:`jaxkern.selective_scan`.
       qk_l2norm: whether to divide q and k by their length, x · (Σ x² + 1e-6)^−½ in fp32.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, which take `q`, `k` and `v` in
-        bfloat16, `g` of heads or ``None``, K up to 128 and no `num_segments`; ``"xla"`` for plain
-        JAX; ``None`` for the kernels where they take the call, else for plain JAX with a backward
-        of its own.
+        bfloat16, K up to 128 and no `num_segments`, with `g` of channels on GPUs with 227 KiB of
+        shared memory a block, such as H100, H200 and B200; ``"xla"`` for plain JAX; ``None`` for
+        the kernels where they take the call, else for plain JAX with a backward of its own.
 
     Returns:
       (B, L, H, V), the dtype of `v`; with `return_final_state` a pair of it and the final state,
