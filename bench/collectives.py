@@ -48,12 +48,9 @@ MORE = {"m": (64, 2048), "b": 64, "l": 16384, "d": 4096, "heads": 192}
 WHOLE = ("n", "p", "g", "w", "i")
 """Axes that nobody splits: states, the size of a head, groups, taps, micro-batches."""
 
-PLAIN = "gated_delta_rule"
-"""It is plain JAX as yet, and what XLA exchanges for it changes with the first kernel."""
-
-PACKED = "ssd, packed and continued"
-"""It takes as long to compile as all others, and has the collectives of the packed selective_scan
-and of ssd."""
+PACKED = "ssd, packed and continued", "gated_delta_rule, packed and continued"
+"""They take as long to compile as all others, and have the collectives of the packed selective_scan
+and of the op where it is not packed."""
 
 IN_PARTS = "linear_cross_entropy, in parts", "linear_cross_entropy, in chunks"
 """They have ways to be split of their own, and no symbolic shapes."""
@@ -88,14 +85,14 @@ def names() -> list[str]:
 
 def part() -> list[str]:
     """The programs that CI has time for: of scans, whose kernels take longest, one way or two."""
-    slow = re.compile(r"=64|(scan|ssd).* x b=|packed")
+    slow = re.compile(r"=64|(scan|ssd|delta_rule).* x b=|packed")
     return [name for name in names() if not slow.search(name)]
 
 
 def _cases() -> Iterator[case.Case]:
     """The cases with one call of each op, a block of several ops, and the optimizers."""
     for of in TABLE:
-        strict = of.strict and of.name != PACKED and not of.op.startswith(PLAIN)
+        strict = of.strict and of.name not in PACKED
         if strict or of.name in ("mlp", *IN_PARTS) or of in optim.CASES:
             yield of
 
