@@ -103,10 +103,8 @@ class Training:
 def tasks() -> dict[str, Case | Step | Training]:
     """All that is compiled for an H200, by name: training steps from large to small, then cases."""
     size = lambda name: PRESETS[name].model.d_model ** 2 * PRESETS[name].model.n_layers
-    # The slowest come first, and two presets beside each other share no kernels.
-    # The op's own cases tell of the delta rule's kernels.
-    other = lambda name: name.endswith("micro") or {"gdn", "kda"} & {*PRESETS[name].model.kinds}
-    presets = sorted((n for n in PRESETS if not other(n)), key=size, reverse=True)
+    # The slowest come first, and two presets beside each other mostly share no kernels.
+    presets = sorted((n for n in PRESETS if not n.endswith("micro")), key=size, reverse=True)
     steps = [Training(preset, devices) for devices in DEVICES for preset in presets]
     for mesh, of_mesh in MESHES.items():
         devices = math.prod(axes_of(mesh).values())
