@@ -14,13 +14,15 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -160,6 +162,21 @@ def at_most_twice(name: str, got: Any, plain: Any, truth: Any, size: float | Non
 def running(implementation: str | None) -> contextlib.AbstractContextManager[Any]:
     """A context in which kernels are interpreted where no GPU can run them."""
     return interpret_kernels() if interpreted(implementation) else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def without_races() -> Iterator[None]:
+    """A context in which kernels are interpreted, and two warpgroups' race is an error.
+
+    The interpreter knows reads and writes that no barrier puts in order. It tells of the order of
+    warpgroups and of copies alone, not of warps; JAX 0.11 only logs it.
+    """
+    fields = {f.name for f in dataclasses.fields(plgpu.InterpretGPUParams)}
+    raising = {"on_race": "raise"} if "on_race" in fields else {}
+    params = plgpu.InterpretGPUParams(detect_races=True, **raising)
+    forced = functools.partial(plgpu.force_gpu_interpret_mode, params)
+    with mock.patch.object(plgpu, "force_gpu_interpret_mode", forced), interpret_kernels():
+        yield
 
 
 def in_kernels() -> contextlib.AbstractContextManager[Any]:

@@ -734,6 +734,17 @@ def test_delta_rule_kernels_of_channels():
     check_kernels(some_strong(drawn(1, 100, 1, 16, 16, 1, by_channel=True, dtype="bfloat16")))
 
 
+@exhaustive
+@KINDS
+def test_delta_rule_kernels_without_races(by_channel):
+    """Two warpgroups hand tiles to each other; both ways of KDA's pairs."""
+    arrays = some_strong(drawn(1, 130, 1, 128, 32, 1, by_channel=by_channel, dtype="bfloat16"))
+    run = lambda *a: scan(*a, implementation="mosaic", return_final_state=True)
+    with check.without_races():
+        out, vjp = jax.vjp(run, *arrays)
+        jax.block_until_ready(vjp(out))
+
+
 @pytest.mark.compiled
 @KINDS
 @check.PRODUCTS
