@@ -171,7 +171,7 @@ class _Half:
         return ref.at[self.at.batch, tokens_of(chunk), self.at.head, self.channels]
 
     def tokens(self, chunk: Any) -> list[tuple[Any, Any]]:
-        """What is copied of a chunk's tokens."""
+        """Pairs of a source and shared memory: a chunk's tokens."""
         at, refs, smem = self.at, self.refs, self.smem
         copies = [
             (at.keys(ref, chunk), smem.tokens.at[n]) for n, ref in enumerate((refs.k, refs.q))
@@ -273,7 +273,7 @@ def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
 
 
 def pairs(call: Call) -> dict[str, Any]:
-    """What the scans take: T, P with its weights, the decayed tiles, and exp(c[last])."""
+    """Finds T, P with its weights, the decayed tiles and exp(c[last]), for the scans."""
 
     def kernel(refs: Any, smem: Any) -> None:
         _Pairs(call, refs, smem, per_head).run()
