@@ -729,6 +729,7 @@ def test_delta_rule_kernels():
     check_kernels(drawn(1, 66, 1, 16, 16, 1, dtype="bfloat16"))
 
 
+@exhaustive
 def test_delta_rule_kernels_of_channels():
     """Of two chunks only the first has strong decays: each has its near tokens in its own way."""
     check_kernels(some_strong(drawn(1, 100, 1, 16, 16, 1, by_channel=True, dtype="bfloat16")))
