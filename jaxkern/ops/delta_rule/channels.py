@@ -484,7 +484,7 @@ class _Grads(_Half):
         start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
-        smem, at, refs = self.smem, self.at, self.refs
+        self.chunk, smem, at, refs = chunk, self.smem, self.at, self.refs
         wait_for_copies(barrier_of(smem, "late"))
         self.wait()
         strong, kept = self.store_sums(gates), self.kept(gates)
@@ -566,8 +566,19 @@ class _Grads(_Half):
         Here as below, that of earlier ones is still to be multiplied by β.
         """
         decay, z = jnp.exp2(self.sums(first)), z * self.to_end(first)
-        self.store_columns(1, first, to_fp32(k) * z * by_row(self.smem.steps, BETA, PART))
+        self.store_columns(1, first, to_fp32(k) * z * over_rows(self.before_last(), PART))
         return dq * decay * self.call.scale, -w * decay, z
+
+    def before_last(self) -> Any:
+        """(CHUNK,): β of tokens, but 0 for the last one of the chunk, or of the row.
+
+        No decay of the chunk weakens what that leaves in the state. It would be added to dg and
+        taken away, and cancel but for rounding.
+        """
+        number = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
+        beta = plgpu.load(self.smem.steps.at[BETA], layout=ROWS)
+        last = jnp.minimum(CHUNK - 1, self.call.length - 1 - self.chunk * CHUNK)
+        return jnp.where(number >= last, 0.0, beta)
 
     def of_near(self, first: int, q: Any, k: Any, grads: Any) -> Any:
         for size in NEAR:
@@ -623,10 +634,9 @@ class _Grads(_Half):
         beta = plgpu.load(smem.steps.at[BETA], layout=ROWS)
         own = plgpu.load(smem.diagonal, layout=ROWS)
         dbeta = jnp.sum(k * earlier, axis=1) + own * jnp.sum(q * k, axis=1)
-        earlier = earlier * over_rows(beta, PART)
-        dc = q * dq + k * (later - earlier)
-        weight = over_rows(own * beta, PART)
-        return dq + weight * k, later + earlier + weight * q, dc, dbeta
+        dc = q * dq + k * (later - earlier * over_rows(self.before_last(), PART))
+        later, weight = later + earlier * over_rows(beta, PART), over_rows(own * beta, PART)
+        return dq + weight * k, later + weight * q, dc, dbeta
 
     def write_keys(self, chunk: Any, first: int, dq: Any, dk: Any) -> None:
         for ref, to, v in (self.refs.dq, self.q, dq), (self.refs.dk, self.k, dk):

@@ -114,8 +114,7 @@ def gated_delta_rule(
     fp32. With β near 2 each token nearly reflects the state, and the values of a chunk, found from
     products of its keys, lose up to nine of 24 bits where keys are nearly parallel and nothing
     decays; a loop loses five. The kernels find the chunk's inverse in fp32, and round it, the
-    state and what is multiplied by them to 16 bits; the gradient that they find of `g` of channels
-    is exact to the fp32 rounding of q · dq and k · dk, whose differences it is a sum of. Where
+    state and what is multiplied by them to 16 bits. Where
     :math:`\beta \lVert k \rVert^2` is above 2, the state and its errors may grow with every
     token.
 
