@@ -172,7 +172,7 @@ def without_races() -> Iterator[None]:
     warpgroups and of copies alone, not of warps; JAX 0.11 only logs it.
     """
     fields = {f.name for f in dataclasses.fields(plgpu.InterpretGPUParams)}
-    raising = {"on_race": "raise"} if "on_race" in fields else {}
+    raising: Any = {"on_race": "raise"} if "on_race" in fields else {}
     params = plgpu.InterpretGPUParams(detect_races=True, **raising)
     forced = functools.partial(plgpu.force_gpu_interpret_mode, params)
     with mock.patch.object(plgpu, "force_gpu_interpret_mode", forced), interpret_kernels():

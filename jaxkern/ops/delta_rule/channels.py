@@ -149,6 +149,10 @@ class _Half:
     def fetch_late(self, chunk: Any, when: Any) -> None:
         """It starts to fetch what else there is."""
 
+    def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
+        """Runs a chunk, of which `gates` are g; that of the next one, if there are `more`."""
+        raise NotImplementedError
+
     def wait(self) -> None:
         """Waits for the tokens."""
         wait_for_copies(barrier_of(self.smem, "early"))
@@ -266,7 +270,9 @@ def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
     of |= {"c": ((CHUNK, _WIDE), F32), "totals": ((2, LANES), F32)}
 
     def memory(shape: tuple[int, ...], dtype: Any) -> Any:
-        return plgpu.SMEM(shape, F32) if dtype == F32 else tile(*shape[-2:], BF16, shape[:-2])
+        if dtype == F32:
+            return plgpu.SMEM(shape, F32)
+        return tile(shape[-2], shape[-1], BF16, shape[:-2])
 
     scratch = {name: memory(*like) for name, like in of.items()} | _MEETINGS.scratch()
     return scratch | copies_barrier("early", tiles_of(call, "q k").values())
@@ -553,7 +559,8 @@ class _Grads(_Half):
             a, b = (to_fp32(load_left(v, columns=(first, PART))) for v in of_part)
             total = total + a * b
         self.store_columns(0, first, total * over_columns(jnp.exp2(self.end(first)), SLICE))
-        return *finish(two, later=1), *finish(third)
+        (read, write), (last,) = finish(two, later=1), finish(third)
+        return read, write, last
 
     def store_columns(self, which: int, first: int, v: Any) -> None:
         """Stores each warp's sums of columns of (64, PART)."""
