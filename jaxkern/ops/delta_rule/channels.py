@@ -625,13 +625,10 @@ class _Grads(_Half):
         """Gradients of f ∘ Q and of f ∘ K of later ones, and of f ∘ K of earlier ones."""
         of_q, of_k = (self.smem.pairs.at[n] for n in range(2))
         read = lambda v, **how: keep(load_left(v, **how))
-        lefts, turned = [read(of_q), read(of_k)], {"transposed": True}
-        found = multiply([accumulator(PART)] * 2, lefts, right, first=first)
-        earlier = start([accumulator(PART)], [read(of_k, **turned)], self.k, first=first)
-        more = start([accumulator(PART)], [read(of_q, **turned)], self.q, first=first)
-        (v,) = finish(earlier, later=1)
-        (w,) = finish(more)
-        return [*found, v + w]
+        product = lambda acc, left, right: multiply([acc], [left], right, first=first)[0]
+        later = [product(accumulator(PART), read(v), right) for v in (of_q, of_k)]
+        earlier = product(accumulator(PART), read(of_k, transposed=True), self.k)
+        return [*later, product(earlier, read(of_q, transposed=True), self.q)]
 
     def of_roles(
         self, q: Any, k: Any, dq: Any, later: Any, earlier: Any
