@@ -507,7 +507,7 @@ TOKENS = {
     "more keys than values": ((40, 8, 64, 192, 8), {}),
 }
 LANES_ACROSS = {"KDA": 4, "wide blocks": 8}
-"""Of tiles that only many heads would get."""
+"""Lanes beside each other in tiles that only many heads would get."""
 LARGE = [*TOKENS][4:]
 """Cases that take the interpreter too long."""
 
@@ -579,7 +579,7 @@ def test_delta_rule_step_of_a_layer(implementation):
 
 @pytest.mark.gpu
 def test_delta_rule_step_keeps_nan_in_its_head():
-    """Of q too, which two heads share; the state is NaN where v is in its channel alone."""
+    """A NaN of q is in both heads that share it; one of v in its channel of the state alone."""
     arrays = token(2, 4, 32, 16, 2)
     want = step(arrays, "mosaic")
     for name, at, heads in (("v", (1, 2, 5), slice(2, 3)), ("q", (1, 1, 3), slice(2, 4))):
@@ -719,7 +719,7 @@ def test_delta_rule_kernels():
 
 @exhaustive
 def test_delta_rule_kernels_of_channels():
-    """Of two chunks only the first has strong decays: each has its near tokens in its own way."""
+    """The first of two chunks has strong decays, so that each takes near tokens in its own way."""
     check_kernels(some_strong(drawn(1, 100, 1, 16, 16, 1, by_channel=True, dtype="bfloat16")))
 
 

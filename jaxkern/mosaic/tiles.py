@@ -317,20 +317,13 @@ class Handoffs:
 
     What the first read from shared memory may then be written, and what it stored is there: to
     tiles, which products and copies read, if it called :func:`fence_tiles`.
-
-    Attributes:
-      names: of the barriers.
-      warpgroups: how many arrive at one before it is passed: both, to :meth:`meet`.
     """
 
     names: tuple[str, ...]
-    warpgroups: int = 1
 
     def scratch(self) -> dict[str, Any]:
-        if not interpreted():
-            return {}
-        barriers = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=len(self.names))
-        return {"handoffs": barriers}
+        count = len(self.names)
+        return {"handoffs": plgpu.Barrier(num_barriers=count)} if interpreted() else {}
 
     def give(self, smem: Any, name: str) -> None:
         """Lets the other warpgroup go on."""
@@ -345,13 +338,6 @@ class Handoffs:
             plgpu.barrier_wait(smem.handoffs.at[self.names.index(name)])
             return
         ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
-
-    def meet(self, smem: Any, name: str) -> None:
-        """Lets the other go on and waits for it; stores to tiles are then there."""
-        fence_tiles()
-        if interpreted():
-            self.give(smem, name)
-        self.take(smem, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -184,6 +184,14 @@ class Place:
         self.head, self.batch = lax.rem(rest, call.heads), lax.div(rest, call.heads)
         self.group = lax.div(self.head, call.rank)
 
+    def sources(self, refs: Any, names: Any, chunk: Any, part: Any) -> dict[str, Any]:
+        """Parts of arrays in a chunk by their names, as :func:`tiles_of` has them."""
+        of = {"q": self.keys, "k": self.keys, "T": self.matrix, "P": self.matrix}
+        of |= dict.fromkeys(("kd", "kt", "qd"), self.all_values)
+        of |= dict.fromkeys(("steps", "ends"), self.numbers)
+        values = lambda ref, chunk: self.values(ref, chunk, part)
+        return {name: of.get(name, values)(getattr(refs, name), chunk) for name in names}
+
     def keys(self, ref: Any, chunk: Any) -> Any:
         """(CHUNK, K) of q or k."""
         return ref.at[self.batch, tokens_of(chunk), self.group]

@@ -300,10 +300,11 @@ class _Pairs(_Half):
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
         smem, slot = self.smem, lax.rem(chunk, PAIR)
-        if self.call.packed or not by_wgmma():
+        late = by_wgmma() and not self.call.packed  # sums then need nothing that is copied
+        if not late:
             self.wait()
         strong = self.store_sums(gates)
-        if by_wgmma() and not self.call.packed:
+        if late:
             self.wait()
         finish_writes()
         sync_warpgroup()  # the tiles of the chunk before have been written
@@ -361,8 +362,9 @@ class _Pairs(_Half):
     def of_near(self, _: Any, total: Any) -> Any:
         """The sums with all pairs in such blocks, by their size."""
         tokens = self.smem.tokens
-        own = start([accumulator(CHUNK)], [tokens.at[self.own]], tokens.at[_K], transposed=True)
-        total = total + keep_pairs(finish(own)[0], 0)
+        left, right = tokens.at[self.own], tokens.at[_K]
+        (own,) = multiply([accumulator(CHUNK)], [left], right, transposed=True)
+        total = total + keep_pairs(own, 0)
         for size in NEAR:
             self.meet()  # all products are done
             self.each_part(lambda *of, size=size: self.store_size(0, size, *of))
@@ -414,11 +416,7 @@ def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, A
         part, index = at.own
         first = index * SAVED
 
-        def sources(n: Any) -> dict[str, Any]:
-            chunk, of = first + n, {"T": at.matrix, "ends": at.numbers, "v": None}
-            found = {x: of.get(x, at.all_values) for x in ring.tiles}
-            found["v"] = lambda ref, chunk: at.values(ref, chunk, part)
-            return {name: get(getattr(refs, name), chunk) for name, get in found.items()}
+        sources = lambda n: at.sources(refs, ring.tiles, first + n, part)
 
         def step(n: Any, stage: dict[str, Any], S: Any) -> Any:
             narrow = S.astype(BF16)

@@ -37,7 +37,7 @@ from jaxkern.mosaic.mma import (
 )
 from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.tiles import (
-    Handoffs,
+    Meetings,
     barrier_of,
     by_wgmma,
     copies_barrier,
@@ -73,6 +73,7 @@ from jaxkern.ops.delta_rule.call import (
     START,
     SUM,
     TO_END,
+    WARPGROUP,
     Call,
     Place,
     by_column,
@@ -139,7 +140,7 @@ def _row_sums(v: Any, ref: Any, first: int) -> Any:
     return jnp.sum(total, axis=1)
 
 
-_MEETINGS = Handoffs(("fetched", "new", "pairs", "read"), warpgroups=2)
+_MEETINGS = Meetings(WARPGROUP)
 _SLOTS = 2
 """Chunks whose q, k, v and T there is shared memory for."""
 
@@ -211,26 +212,26 @@ class _Grads:
         if self.own or by_wgmma():
             wait_for_copies(barrier, later)
 
-    def meet(self, name: str) -> None:
-        _MEETINGS.meet(self.smem, name)
+    def meet(self) -> None:
+        _MEETINGS.meet(self.smem)
 
     def step(self, n: Any, count: Any, S: Any) -> Any:
         slot, smem, own = lax.rem(n, 2), self.smem, self.own
         self.wait(barrier_of(smem, "early", slot), 1)
         if not by_wgmma():
-            self.meet("fetched")
+            self.meet()
         stage = {name: getattr(smem, name).at[slot] for name in ("q", "k", "v", "T", "steps")}
         if own < self.slices:
             S = self.find_new(stage, S)
         self.wait(barrier_of(smem, "late"), 0)
         finish_writes()
-        self.meet("new")
+        self.meet()
         self.fetch(n + 1, count)
         dc, dbeta = self.of_dout(stage) if own == 0 else self.of_new(stage)
-        self.meet("pairs")
+        self.meet()
         kz, products = dc * 0, lane_zeros()
         states = self.read_states(stage) if own < self.halves else None
-        self.meet("read")
+        self.meet()
         self.fetch_late(n + 1, count)
         if states is not None:
             sums, products = self.finish(stage, self.first + n, *states)

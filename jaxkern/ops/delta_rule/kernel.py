@@ -116,23 +116,12 @@ class _Scan:
     smem: Any
     at: Place
 
-    def sources(self, chunk: Any, part: Any) -> dict[str, Any]:
-        """Parts of arrays that the ring fetches for a chunk."""
-        at = self.at
-        of = {"q": at.keys, "k": at.keys, "T": at.matrix, "P": at.matrix}
-        of |= dict.fromkeys(("kd", "kt", "qd"), at.all_values)
-        of |= dict.fromkeys(("steps", "ends"), at.numbers)
-        values = lambda ref, chunk: at.values(ref, chunk, part)
-        return {
-            name: of.get(name, values)(getattr(self.refs, name), chunk) for name in self.ring.tiles
-        }
-
     def loop(self, count: Any, number: Any, part: Any, step: Any, state: Any) -> Any:
         """Runs ``state = step(chunk, stage, state, fetch)`` for the chunks ``number(n)``."""
         return self.ring.loop(
             self.smem,
             count,
-            lambda n: self.sources(number(n), part),
+            lambda n: self.at.sources(self.refs, self.ring.tiles, number(n), part),
             lambda n, stage, state, fetch: step(number(n), stage, state, fetch),
             state,
             early=False,
