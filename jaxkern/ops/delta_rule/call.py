@@ -74,7 +74,9 @@ class Call:
 
     Attributes:
       q, k: (B, L, G, K); v: (B, L, H, V).
-      g: (B, L, H, K), the logarithms of decays of channels, or ``None``.
+      g: (B, L, H / joined, joined · K), the logarithms of decays of channels, or ``None``.
+      joined: heads whose key channels a block of :mod:`jaxkern.ops.delta_rule.channels` takes at
+        once, next to each other: 2 if they are narrow.
       steps: (B, H, chunks, 4 or 2, CHUNK), fp32, numbers of each token: `SUM` or `MOST`, `BETA`,
         `START` and `TO_END`.
     """
@@ -86,7 +88,9 @@ class Call:
         self.key_channels = q.shape[-1]
         self.heads = self.groups * self.rank
         self.by_channel, self.packed = of_channels(g), rank is not None
-        self.keys = up(self.key_channels, LANES if self.by_channel else KEYS)
+        narrow = max(self.key_channels, self.channels) <= KEYS and self.heads % 2 == 0
+        self.joined = 2 if self.by_channel and narrow else 1
+        self.keys = up(self.key_channels, LANES // self.joined if self.by_channel else KEYS)
         self.values = up(self.channels, SLICE)
         self.tokens = up(self.length, PAIR * CHUNK)
         self.chunks, self.slices = self.tokens // CHUNK, self.values // SLICE
@@ -99,7 +103,8 @@ class Call:
         beta = in_chunks(jnp.ones(of_tokens, F32) if beta is None else beta)
         if self.by_channel:
             g = g.reshape(*g.shape[:2], self.heads, self.key_channels)
-            self.g = padded(padded(g, 1, self.tokens), 3, self.keys)
+            g = padded(padded(g, 1, self.tokens), 3, self.keys)
+            self.g = g.reshape(self.joined_like(g.dtype).shape)
             most = jnp.full(of_tokens, jnp.inf, F32)
             most = in_chunks(most if rank is None else cut_decays(most, rank))
             self.steps = jnp.stack([most, beta], axis=3)
@@ -142,18 +147,23 @@ class Call:
         return v[:, : self.length].reshape(self.batch, self.length, self.groups, self.rank)
 
     def cut_channels(self, v: Any) -> Any:
-        """(B, L, G, R, K) of (B, L, H, K)."""
-        v = v[:, : self.length, :, : self.key_channels]
+        """(B, L, G, R, K) of (B, L, H, K), the heads apart or joined."""
+        v = self.apart(v)[:, : self.length, :, : self.key_channels]
         return v.reshape(*v.shape[:2], self.groups, self.rank, self.key_channels)
 
     def cut_keys(self, v: Any, dtype: Any) -> Any:
-        """(B, L, G, K) of what each head has, (B, L, H, K)."""
+        """(B, L, G, K) of what each head has, (B, L, H, K), the heads apart or joined."""
         v = self.cut_channels(v)
         return v[:, :, :, 0] if self.rank == 1 else v.astype(dtype).sum(3)
 
-    def of_keys_like(self, dtype: Any) -> Any:
-        shape = self.batch, self.tokens, self.heads, self.keys
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def apart(self, v: Any) -> Any:
+        """(B, n, H, K) of (B, n, H / joined, joined · K)."""
+        return v.reshape(*v.shape[:2], self.heads, self.keys)
+
+    def joined_like(self, dtype: Any, count: int | None = None) -> Any:
+        """The type of what is of key channels, of all tokens or of `count` others."""
+        joined = self.heads // self.joined, self.joined * self.keys
+        return jax.ShapeDtypeStruct((self.batch, count or self.tokens, *joined), dtype)
 
     def matrices_like(self) -> Any:
         """The type of T and of P with its weights."""
@@ -173,22 +183,25 @@ class Call:
 class Place:
     """The coordinates of a block, of `counts` of something beside heads and batch rows.
 
-    What comes first in `counts` has consecutive blocks.
+    What comes first in `counts` has consecutive blocks. Of a block of several `joined` heads it has
+    those of one `number`; `joint` is for all of them.
     """
 
-    def __init__(self, call: Call, *counts: int):
+    def __init__(self, call: Call, *counts: int, joined: int = 1, number: Any = 0):
         rest, self.own = lax.axis_index(BLOCK), []
         for count in counts:
             self.own.append(lax.rem(rest, count))
             rest = lax.div(rest, count)
-        self.head, self.batch = lax.rem(rest, call.heads), lax.div(rest, call.heads)
+        blocks = call.heads // joined
+        self.joint, self.batch = lax.rem(rest, blocks), lax.div(rest, blocks)
+        self.head = self.joint * joined + number
         self.group = lax.div(self.head, call.rank)
 
     def sources(self, refs: Any, names: Any, chunk: Any, part: Any) -> dict[str, Any]:
         """Parts of arrays in a chunk by their names, as :func:`tiles_of` has them."""
         of = {"q": self.keys, "k": self.keys, "T": self.matrix, "P": self.matrix}
         of |= dict.fromkeys(("kd", "kt", "qd"), self.all_values)
-        of |= dict.fromkeys(("steps", "ends"), self.numbers)
+        of |= {"steps": self.numbers, "ends": self.matrix}
         values = lambda ref, chunk: self.values(ref, chunk, part)
         return {name: of.get(name, values)(getattr(refs, name), chunk) for name in names}
 
@@ -209,7 +222,7 @@ class Place:
         return ref.at[self.batch, self.head, chunk]
 
     def matrix(self, ref: Any, chunk: Any) -> Any:
-        """T, P, or all of a transposed state."""
+        """T, P, exp(c[last]), or all of a transposed state."""
         return ref.at[self.batch, chunk, self.head]
 
     def turned(self, ref: Any, chunk: Any, part: Any) -> Any:

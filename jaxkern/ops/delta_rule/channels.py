@@ -115,13 +115,22 @@ _K, _Q = range(2)
 
 
 class _Half:
-    """A warpgroup of two: it has KEYS of the key channels, and half of a chunk's tokens."""
+    """A warpgroup of two: it has KEYS of the key channels, and half of a chunk's tokens.
+
+    If key channels are narrow, a block has two heads: their channels lie next to each other, so
+    that each warpgroup has those of a head. It then has all products of its head, and not one of
+    two for both halves of the channels.
+    """
 
     def __init__(self, call: Call, refs: Any, smem: Any, *counts: int):
         self.call, self.refs, self.smem, self.counts = call, refs, smem, counts
-        self.at = Place(call, *counts)
         # Anew: else a loop would hold the addresses of all that is found from it.
         self.own = lax.axis_index(WARPGROUP) + unknown_zero()
+        self.joined = call.joined > 1
+        self.number = self.own if self.joined else 0
+        place = lambda n: Place(call, *counts, joined=call.joined, number=n)
+        self.at, self.of_heads = place(self.number), [place(n) for n in range(call.joined)]
+        self.steps = smem.steps.at[self.number]
         self.channels = pl.ds(self.own * KEYS, KEYS)
         self.c = smem.c.at[:, self.channels]
         self.k, self.q = (self.part_of(smem.tokens.at[n]) for n in (_K, _Q))
@@ -167,32 +176,46 @@ class _Half:
         """The own channels of a tile."""
         return tile.at[pl.ds(self.own, 1)]
 
+    def operand(self, tile: Any) -> Any:
+        """What the own head has of a tile."""
+        return self.part_of(tile) if self.joined else tile
+
+    def copies(self, part: Any, ref: Any, chunk: Any, tile: Any) -> list[tuple[Any, Any]]:
+        """Pairs of a source and shared memory: what `part` of a place finds, of each head."""
+        if not self.joined:
+            return [(part(self.at, ref, chunk), tile)]
+        return [
+            (part(at, ref, chunk), tile.at[pl.ds(n, 1)]) for n, at in enumerate(self.of_heads)
+        ]
+
     def meet(self) -> None:
         _MEETINGS.meet(self.smem)
 
     def written(self, ref: Any, chunk: Any) -> Any:
-        """(CHUNK, KEYS) of an array (B, L, H, K)."""
-        return ref.at[self.at.batch, tokens_of(chunk), self.at.head, self.channels]
+        """(CHUNK, KEYS) of an array of key channels."""
+        return ref.at[self.at.batch, tokens_of(chunk), self.at.joint, self.channels]
 
     def tokens(self, chunk: Any) -> list[tuple[Any, Any]]:
         """Pairs of a source and shared memory: a chunk's tokens."""
-        at, refs, smem = self.at, self.refs, self.smem
-        copies = [
-            (at.keys(ref, chunk), smem.tokens.at[n]) for n, ref in enumerate((refs.k, refs.q))
+        refs, smem = self.refs, self.smem
+        found = [
+            (at.numbers(refs.steps, chunk), smem.steps.at[n]) for n, at in enumerate(self.of_heads)
         ]
-        return [*copies, (at.numbers(refs.steps, chunk), smem.steps)]
+        for n, ref in enumerate((refs.k, refs.q)):
+            found += self.copies(Place.keys, ref, chunk, smem.tokens.at[n])
+        return found
 
     def log_decays(self, chunk: Any) -> list[Any]:
-        """(K,) of each of the own tokens: g."""
+        """(LANES,) of each of the own tokens: g."""
         first = chunk * CHUNK + self.own * _HALF
-        of_token = lambda n: self.refs.g.at[self.at.batch, first + n, self.at.head]
+        of_token = lambda n: self.refs.g.at[self.at.batch, first + n, self.at.joint]
         return [plgpu.load(of_token(n), layout=ROW) for n in range(_HALF)]
 
     def used(self, g: Any, number: int) -> Any:
         """The logarithm of the decay that a token has by g, of which sums are finite."""
         least, g = least_log_decay(F32), g.astype(F32)
         if self.call.packed:
-            most = self.smem.steps[MOST, self.own * _HALF + number]
+            most = self.smem.steps[0, MOST, self.own * _HALF + number]  # segments are all heads'
             g = jnp.where(g > most, least, g)
         return jnp.maximum(g, least)
 
@@ -264,9 +287,10 @@ def is_later(size: int) -> Any:
 
 def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
     """Shared memory for a chunk: tiles, or (n, …) of them, and rows of fp32."""
-    tokens = (CHUNK, call.keys), BF16
+    tokens = (CHUNK, LANES), BF16
     of = {"tokens": ((2, *tokens[0]), BF16), "earlier": tokens} | more
-    of |= {"steps": tiles_of(call, "q")["steps"]}
+    steps, dtype = tiles_of(call, "q")["steps"]
+    of |= {"steps": ((call.joined, *steps), dtype)}
     of |= {"c": ((CHUNK, _WIDE), F32), "totals": ((2, LANES), F32)}
 
     def memory(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -275,7 +299,8 @@ def _scratch_of_tokens(call: Call, **more: Any) -> dict[str, Any]:
         return tile(shape[-2], shape[-1], BF16, shape[:-2])
 
     scratch = {name: memory(*like) for name, like in of.items()} | _MEETINGS.scratch()
-    return scratch | copies_barrier("early", tiles_of(call, "q k").values())
+    copied = [tokens] * 2 + [(steps, dtype)] * call.joined
+    return scratch | copies_barrier("early", copied)
 
 
 def pairs(call: Call) -> dict[str, Any]:
@@ -285,21 +310,24 @@ def pairs(call: Call) -> dict[str, Any]:
         _Pairs(call, refs, smem, per_head).run()
 
     per_head = -(-call.chunks // SAVED)
-    more = {"later": ((len(FAR) + 1, 2, CHUNK, call.keys), BF16), "P": ((CHUNK, CHUNK), BF16)}
-    scratch = _scratch_of_tokens(call, **more, A=((PAIR, CHUNK, PADDED), F32))
-    ends = jax.ShapeDtypeStruct((call.batch, call.heads, call.chunks, call.keys), F32)
-    outs = dict.fromkeys(("kd", "kt", "qd"), call.of_keys_like(BF16))
-    outs |= {"T": call.matrices_like(), "P": call.matrices_like(), "ends": ends}
+    more = {"later": ((len(FAR) + 1, 2, CHUNK, LANES), BF16), "A": ((PAIR, CHUNK, PADDED), F32)}
+    of_keys = dict.fromkeys(("kd", "kt", "qd"), call.joined_like(BF16))
+    of_keys |= {"ends": call.joined_like(F32, call.chunks)}
+    outs = of_keys | dict.fromkeys(("T", "P"), call.matrices_like())
     ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps}
-    grid = call.batch * call.heads * per_head
-    return launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2)
+    grid = call.batch * call.heads // call.joined * per_head
+    scratch = _scratch_of_tokens(call, **more)
+    found = launch(kernel, "pairs", ins, outs, scratch, grid, warpgroups=2)
+    return found | {name: call.apart(found[name]) for name in of_keys}
 
 
 class _Pairs(_Half):
-    """The first warpgroup finds the products K Kᵀ of pairs, and T, the second Q Kᵀ, and P."""
+    """The first warpgroup finds the products K Kᵀ of pairs, and T, the second Q Kᵀ, and P.
+
+    With two heads each finds both products; the first inverts for both.
+    """
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
-        smem, slot = self.smem, lax.rem(chunk, PAIR)
         late = by_wgmma() and not self.call.packed  # sums then need nothing that is copied
         if not late:
             self.wait()
@@ -310,15 +338,14 @@ class _Pairs(_Half):
         sync_warpgroup()  # the tiles of the chunk before have been written
         self.each_part(self.store_factors)
         self.meet()
-        total = accumulator(CHUNK)
-        for n, size in enumerate(FAR):
-            total = total + keep_pairs(self.multiplied(n), size)
-        total = lax.fori_loop(0, 1 - strong, self.of_block, total)
-        total = lax.fori_loop(0, strong, self.of_near, total) * by_column(smem.steps, BETA)
+        if self.joined:
+            self.store_lower(chunk, self.pairs_of(_K, strong))
+        total = self.pairs_of(_Q if self.joined else self.own, strong)
         self.meet()  # all products are done
         self.each_part(self.store_decayed)
-        pl.when(self.own == 0)(lambda: store_matrix(smem.A.at[slot, :, pl.ds(0, CHUNK)], total))
-        pl.when(self.own == 1)(lambda: self.store_weights(total))
+        if not self.joined:
+            pl.when(self.own == _K)(lambda: self.store_lower(chunk, total))
+        self.when_weighing(lambda: self.store_weights(total))
         later = self.later_gates(chunk)
         self.meet()
         self.fetch(chunk + 1, more)
@@ -350,31 +377,51 @@ class _Pairs(_Half):
         self.store(self.smem.later.at[n, _K], first, f * k)
         self.store(self.smem.later.at[n, _Q], first, f * q)
 
-    def multiplied(self, n: int, right: Any = None) -> Any:
-        right = self.smem.later.at[n, _K] if right is None else right
-        left = self.smem.later.at[n, self.own]
-        return multiply([accumulator(CHUNK)], [left], right, transposed=True)[0]
+    def pairs_of(self, role: Any, strong: Any) -> Any:
+        """Products of all pairs, of K or of Q with K, times β."""
+        total = accumulator(CHUNK)
+        for n, size in enumerate(FAR):
+            total = self.with_pairs(total, role, n, size)
+        total = lax.fori_loop(0, 1 - strong, lambda _, v: self.of_block(v, role), total)
+        total = lax.fori_loop(0, strong, lambda _, v: self.of_near(v, role), total)
+        return total * by_column(self.steps, BETA)
 
-    def of_block(self, _: Any, total: Any) -> Any:
-        """The sums with pairs in blocks of 16 tokens, if these decay mildly."""
-        return total + keep_pairs(self.multiplied(len(FAR), self.smem.earlier), BLOCK, apart=0)
+    def with_products(self, total: Any, left: Any, right: Any, *kept: int) -> Any:
+        """The sum with what is kept of a product."""
+        left, right = self.operand(left), self.operand(right)
+        (found,) = multiply([accumulator(CHUNK)], [left], right, transposed=True)
+        return total + keep_pairs(found, *kept)
 
-    def of_near(self, _: Any, total: Any) -> Any:
-        """The sums with all pairs in such blocks, by their size."""
-        tokens = self.smem.tokens
-        left, right = tokens.at[self.own], tokens.at[_K]
-        (own,) = multiply([accumulator(CHUNK)], [left], right, transposed=True)
-        total = total + keep_pairs(own, 0)
+    def with_pairs(self, total: Any, role: Any, n: int, size: int) -> Any:
+        later = self.smem.later.at[n]
+        return self.with_products(total, later.at[role], later.at[_K], size)
+
+    def of_block(self, total: Any, role: Any) -> Any:
+        """The sum with pairs in blocks of 16 tokens, if these decay mildly."""
+        later, earlier = self.smem.later.at[len(FAR)], self.smem.earlier
+        return self.with_products(total, later.at[role], earlier, BLOCK, 0)
+
+    def of_near(self, total: Any, role: Any) -> Any:
+        """The sum with all pairs in such blocks, by their size."""
+        tokens, slot = self.smem.tokens, len(FAR)  # of the factors of blocks, which are infinite
+        total = self.with_products(total, tokens.at[role], tokens.at[_K], 0)
         for size in NEAR:
             self.meet()  # all products are done
-            self.each_part(lambda *of, size=size: self.store_size(0, size, *of))
+            self.each_part(lambda *of, size=size: self.store_size(slot, size, *of))
             self.meet()
-            total = total + keep_pairs(self.multiplied(0), size)
+            total = self.with_pairs(total, role, slot, size)
         return total
+
+    def when_weighing(self, f: Any) -> None:
+        """Calls `f` in the warpgroups that find P."""
+        if self.joined:
+            f()
+        else:
+            pl.when(self.own == _Q)(f)
 
     def store_decayed(self, first: int, k: Any, q: Any) -> None:
         """Stores E ∘ K, scale · E ∘ Q and β ∘ left ∘ K."""
-        decay, beta = jnp.exp2(self.sums(first)), by_row(self.smem.steps, BETA, PART)
+        decay, beta = jnp.exp2(self.sums(first)), by_row(self.steps, BETA, PART)
         kd, qd, kt = self.decayed()
         self.store(kd, first, k * decay)
         self.store(qd, first, q * (decay * self.call.scale))
@@ -384,25 +431,37 @@ class _Pairs(_Half):
         later = self.smem.later
         return later.at[0, _K], later.at[0, _Q], later.at[1, _K]
 
+    def weights(self) -> Any:
+        """P, in the place of factors, as are the decayed tiles."""
+        return self.part_of(self.smem.later.at[1, _Q])
+
+    def store_lower(self, chunk: Any, total: Any) -> None:
+        """Stores what is inverted: two heads' matrices, or those of two chunks."""
+        slot = self.own if self.joined else lax.rem(chunk, PAIR)
+        store_matrix(self.smem.A.at[slot, :, pl.ds(0, CHUNK)], total)
+
     def store_weights(self, total: Any) -> None:
         in_order = jnp.exp2(causal(accumulator(CHUNK))) * self.call.scale
-        store_tile(self.smem.P, (total * in_order).astype(BF16))
+        store_tile(self.weights(), (total * in_order).astype(BF16))
 
     def write(self, chunk: Any) -> None:
         smem, refs, at = self.smem, self.refs, self.at
         for ref, to in zip(self.decayed(), (refs.kd, refs.qd, refs.kt), strict=True):
             write_tile(self.part_of(ref), self.written(to, chunk))
 
-        @pl.when((self.own == 0) & (lax.rem(chunk, PAIR) == PAIR - 1))
+        self.when_weighing(lambda: write_tile(self.weights(), at.matrix(refs.P, chunk)))
+
+        @pl.when((self.own == 0) & (self.joined | (lax.rem(chunk, PAIR) == PAIR - 1)))
         def _() -> None:
-            chunks = pl.ds(chunk - PAIR + 1, PAIR)
-            invert_unit_lower(smem.A, refs.T.at[at.batch, chunks, at.head])
+            of = chunk, pl.ds(at.head, PAIR)
+            if not self.joined:
+                of = pl.ds(chunk - PAIR + 1, PAIR), at.head
+            invert_unit_lower(smem.A, refs.T.at[at.batch, *of])
 
         @pl.when(self.own == 1)
         def _() -> None:
-            write_tile(smem.P, at.matrix(refs.P, chunk))
             last = plgpu.load(smem.c.at[CHUNK - 1, pl.ds(0, LANES)], layout=ROW)
-            at.numbers(refs.ends, chunk)[...] = jnp.exp2(last)
+            refs.ends.at[at.batch, chunk, at.joint][...] = jnp.exp2(last)
 
 
 def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, Any]:
@@ -456,35 +515,33 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
         _Grads(call, refs, smem, per_head).run()
 
     per_head = -(-chunks // SAVED)
-    of_heads = call.of_keys_like(BF16 if call.rank == 1 else F32)
+    of_heads, joined = call.joined_like(BF16 if call.rank == 1 else F32), call.joined
     outs = {"dq": of_heads, "dk": of_heads, "dg": like(call.g.shape, call.g.dtype)}
-    outs["dbeta"] = like((call.batch, call.heads, chunks, 2, CHUNK), F32)
+    outs["dbeta"] = like((call.batch, call.heads, chunks, 2 // joined, CHUNK), F32)
     ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays
-    of_values, states = ((CHUNK, call.values), BF16), ((call.values, call.keys), BF16)
-    both = lambda shape: ((2, *shape), BF16)
-    more = {"N": of_values, "grads": both(of_values[0]), "S": states, "dS": states}
-    more |= {"pairs": both((CHUNK, CHUNK)), "diagonal": ((CHUNK,), F32)}
+    of_values, states = ((CHUNK, joined * call.values), BF16), ((call.values, LANES), BF16)
+    more = {"N": of_values, "grads": ((2, *of_values[0]), BF16), "S": states, "dS": states}
+    more |= {"pairs": ((joined, 2, CHUNK, CHUNK), BF16), "diagonal": ((joined, CHUNK), F32)}
     scratch = _scratch_of_tokens(call, **more, columns=((2, WARPS, LANES), F32))
     scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2)
-    grid = call.batch * call.heads * per_head
+    grid = call.batch * call.heads // joined * per_head
     return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2)
 
 
 class _Grads(_Half):
     """Chunk by chunk, one warpgroup has the gradients of P, the other those of K Kᵀ.
 
-    Then each has those of its key channels, and at last those of g of its tokens.
+    With two heads each has both of a head. Then each has those of its key channels, and at last
+    those of g of its tokens.
     """
 
     def fetch_late(self, chunk: Any, when: Any) -> None:
         """It starts to fetch what is multiplied with values and states."""
-        at, refs, smem = self.at, self.refs, self.smem
-        copies = [(at.all_values(refs.N, chunk), smem.N)]
-        copies += [
-            (at.all_values(ref, chunk), smem.grads.at[n])
-            for n, ref in enumerate((refs.dout, refs.dV))
-        ]
-        copies += [(at.matrix(refs.S, chunk), smem.S), (at.matrix(refs.dS, chunk), smem.dS)]
+        refs, smem = self.refs, self.smem
+        values = (refs.N, smem.N), (refs.dout, smem.grads.at[0]), (refs.dV, smem.grads.at[1])
+        copies = [x for ref, to in values for x in self.copies(Place.all_values, ref, chunk, to)]
+        for ref, to in (refs.S, smem.S), (refs.dS, smem.dS):
+            copies += self.copies(Place.matrix, ref, chunk, to)
         start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
@@ -515,7 +572,8 @@ class _Grads(_Half):
             sync_warpgroup()  # all warps have read c
             store_matrix(self.c.at[:, pl.ds(first, PART)], dc)
             self.write_keys(chunk, first, dq, dk)
-        at.numbers(refs.dbeta, chunk).at[self.own][...] = dbeta
+        part = 0 if self.joined else self.own
+        at.numbers(refs.dbeta, chunk).at[part][...] = dbeta
         sync_tiles()
         if self.call.rank == 1:
             write_tile(self.q, self.written(refs.dq, chunk))
@@ -532,25 +590,26 @@ class _Grads(_Half):
 
         That is of pairs times β of the earlier one. Those of a token with itself are kept apart.
         """
-        smem, of_keys = self.smem, self.own == 1
-        left = smem.grads.at[self.own]
-        (v,) = multiply([accumulator(CHUNK)], [left], smem.N, transposed=True)
-        v = v * jnp.where(of_keys, -1.0, self.call.scale)
+        smem = self.smem
+        for role in (0, 1) if self.joined else (self.own,):
+            left = self.operand(smem.grads.at[role])
+            (v,) = multiply([accumulator(CHUNK)], [left], self.operand(smem.N), transposed=True)
+            v = v * jnp.where(role == 1, -1.0, self.call.scale)
 
-        @pl.when(~of_keys)
-        def _() -> None:
-            smem.diagonal[...] = jnp.sum(keep_pairs(v, 0), axis=1)
+            @pl.when(role == 0)
+            def _(v: Any = v) -> None:
+                smem.diagonal.at[self.number][...] = jnp.sum(keep_pairs(v, 0), axis=1)
 
-        v = v * jnp.exp2(causal(accumulator(CHUNK), first=1))
-        store_tile(smem.pairs.at[self.own], v.astype(BF16))
+            v = v * jnp.exp2(causal(accumulator(CHUNK), first=1))
+            store_tile(smem.pairs.at[self.number, role], v.astype(BF16))
 
     def of_states(self, first: int) -> tuple[Any, Any, Any]:
         """dO Sᵀ, dV Sᵀ and N dSᵀ, (CHUNK, PART); stores parts of exp(c[last]) · S · dS."""
         smem = self.smem
         S, dS = self.part_of(smem.S), self.part_of(smem.dS)
-        lefts = [smem.grads.at[n] for n in range(2)]
+        lefts = [self.operand(smem.grads.at[n]) for n in range(2)]
         two = start([accumulator(PART)] * 2, lefts, S, first=first)
-        third = start([accumulator(PART)], [smem.N], dS, first=first)
+        third = start([accumulator(PART)], [self.operand(smem.N)], dS, first=first)
         total = accumulator(PART)
         for part in range(self.call.slices):
             of_part = [rows_of(v, part * SLICE, SLICE) for v in (S, dS)]
@@ -581,7 +640,7 @@ class _Grads(_Half):
         taken away, and cancel but for rounding.
         """
         number = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=ROWS)
-        beta = plgpu.load(self.smem.steps.at[BETA], layout=ROWS)
+        beta = plgpu.load(self.steps.at[BETA], layout=ROWS)
         last = jnp.minimum(CHUNK - 1, self.call.length - 1 - self.chunk * CHUNK)
         return jnp.where(number >= last, 0.0, beta)
 
@@ -594,7 +653,7 @@ class _Grads(_Half):
         """The gradients with those of pairs of a size."""
         dq, later, earlier = grads
         q, k, f = anew(q), anew(k), self.factors(size, first)
-        beta = plgpu.load(self.smem.steps.at[BETA], layout=ROWS)
+        beta = plgpu.load(self.steps.at[BETA], layout=ROWS)
         weight = over_rows(jnp.where(is_later(size), 1.0, beta), PART)
         self.store(first, (self.q, f * to_fp32(q)), (self.k, f * to_fp32(k) * weight))
         of_q, of_k, of_earlier = self.multiplied(first, self.k, lambda v: keep_pairs(v, size))
@@ -606,7 +665,7 @@ class _Grads(_Half):
         q, k = anew(q), anew(k)
         e = self.exponents(BLOCK // 2, first)
         f, of_earlier = jnp.exp2(e), jnp.exp2(-e)
-        v = of_earlier * to_fp32(k) * by_row(self.smem.steps, BETA, PART)
+        v = of_earlier * to_fp32(k) * by_row(self.steps, BETA, PART)
         self.store(first, (self.q, f * to_fp32(q)), (self.k, f * to_fp32(k)), (self.earlier, v))
         keep = lambda v: keep_pairs(v, BLOCK, apart=0)
         dof_q, dof_k, dof_earlier = self.multiplied(first, self.earlier, keep)
@@ -621,7 +680,7 @@ class _Grads(_Half):
 
     def multiplied(self, first: int, right: Any, keep: Any) -> list[Any]:
         """Gradients of f ∘ Q and of f ∘ K of later ones, and of f ∘ K of earlier ones."""
-        of_q, of_k = (self.smem.pairs.at[n] for n in range(2))
+        of_q, of_k = (self.smem.pairs.at[self.number, n] for n in range(2))
         read = lambda v, **how: keep(load_left(v, **how))
         product = lambda acc, left, right: multiply([acc], [left], right, first=first)[0]
         later = [product(accumulator(PART), read(v), right) for v in (of_q, of_k)]
@@ -632,9 +691,9 @@ class _Grads(_Half):
         self, q: Any, k: Any, dq: Any, later: Any, earlier: Any
     ) -> tuple[Any, Any, Any, Any]:
         """dQ, dK, dc and dβ."""
-        smem, q, k = self.smem, to_fp32(q), to_fp32(k)
-        beta = plgpu.load(smem.steps.at[BETA], layout=ROWS)
-        own = plgpu.load(smem.diagonal, layout=ROWS)
+        q, k = to_fp32(q), to_fp32(k)
+        beta = plgpu.load(self.steps.at[BETA], layout=ROWS)
+        own = plgpu.load(self.smem.diagonal.at[self.number], layout=ROWS)
         dbeta = jnp.sum(k * earlier, axis=1) + own * jnp.sum(q * k, axis=1)
         dc = q * dq + k * (later - earlier * over_rows(self.before_last(), PART))
         later, weight = later + earlier * over_rows(beta, PART), over_rows(own * beta, PART)
@@ -660,6 +719,6 @@ class _Grads(_Half):
                 more = more + plgpu.load(self.smem.columns.at[which, warp], layout=ROW)
         first = chunk * CHUNK + self.own * _HALF
         for number, v in enumerate(reversed(sums)):
-            to = self.refs.dg.at[at.batch, first + number, at.head]
+            to = self.refs.dg.at[at.batch, first + number, at.joint]
             own = (kept & jnp.int32(1 << number if number < 31 else -(1 << 31))) != 0
             to[...] = jnp.where(own, v + more, 0.0).astype(to.dtype)
