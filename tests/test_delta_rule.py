@@ -12,6 +12,7 @@ from jax import export
 import jaxkern
 from bench.cases.scans import delta_rule
 from jaxkern.ops.chunks import CHUNK
+from jaxkern.ops.delta_rule import call as kernel_arrays
 from jaxkern.ops.delta_rule import devices, reference
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY, DeltaRuleOptions
 from tests import check, sequences
@@ -459,6 +460,7 @@ COMPILED = {
     "wide values": ((1, 1000, 4, 256, 128, 2), {}),
     "narrow keys": ((2, 1000, 4, 128, 16, 4), {}),
     "packed chunks": ((2, 1000, 4, 128, 128, 2), {"segment_ids": packed_ids(2, 1000)}),
+    "in parts": ((1, 6000, 2, 128, 64, 1), {"segment_ids": packed_ids(1, 6000, 2000)}),
     "more blocks than multiprocessors": ((2, 130, 36, 128, 128, 36), {}),
 }
 
@@ -500,6 +502,15 @@ def test_delta_rule_kernels():
 def test_delta_rule_kernels_of_channels():
     """The first of two chunks has strong decays, so that each takes near tokens in its own way."""
     check_kernels(some_strong(drawn(1, 100, 1, 16, 16, 1, by_channel=True, dtype="bfloat16")))
+
+
+@exhaustive
+@KINDS
+def test_delta_rule_kernels_in_parts(by_channel, monkeypatch):
+    """Two parts of a sequence are scanned at once, the second with tokens that are not there."""
+    monkeypatch.setattr(kernel_arrays, "_parts", lambda call: 2)
+    arrays = drawn(1, 300, 2, 16, 16, 1, by_channel=by_channel, dtype="bfloat16")
+    check_kernels(arrays, segment_ids=packed_ids(1, 300, 200))
 
 
 @exhaustive

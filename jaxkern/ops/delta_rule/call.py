@@ -1,5 +1,6 @@
 """Arrays of a call of the gated delta rule, and their parts, as the kernels take them."""
 
+import copy
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E
-from jaxkern.mosaic.launch import LANES, grid_axes
+from jaxkern.mosaic.launch import LANES, grid_axes, num_sms
 from jaxkern.mosaic.mma import accumulator, finish, start
 from jaxkern.mosaic.tiles import (
     launch_tiles,
@@ -69,6 +70,10 @@ MOST = SUM
 """With decays of channels a chunk has two rows of steps: the most that g may be, and β."""
 
 
+MOST_PARTS = 1, 2, 4, 8, 16
+"""Numbers of parts of a sequence that a scan may have."""
+
+
 class Call:
     """A call's arrays as the kernels take them: in whole chunks and tiles.
 
@@ -77,8 +82,9 @@ class Call:
       g: (B, L, H / joined, joined · K), the logarithms of decays of channels, or ``None``.
       joined: heads whose key channels a block of :mod:`jaxkern.ops.delta_rule.channels` takes at
         once, next to each other: 2 if they are narrow.
-      steps: (B, H, chunks, 4 or 2, CHUNK), fp32, numbers of each token: `SUM` or `MOST`, `BETA`,
+      steps: (B, chunks, H, 4 or 2, CHUNK), fp32, numbers of each token: `SUM` or `MOST`, `BETA`,
         `START` and `TO_END`.
+      parts: of a sequence, which are scanned at once where blocks are few.
     """
 
     def __init__(
@@ -92,8 +98,11 @@ class Call:
         self.joined = 2 if self.by_channel and narrow else 1
         self.keys = up(self.key_channels, LANES // self.joined if self.by_channel else KEYS)
         self.values = up(self.channels, SLICE)
-        self.tokens = up(self.length, PAIR * CHUNK)
-        self.chunks, self.slices = self.tokens // CHUNK, self.values // SLICE
+        self.slices = self.values // SLICE
+        self.columns = self.slices + self.keys // SLICE
+        self.parts = _parts(self)
+        self.tokens = up(self.length, CHUNK * (PAIR if self.parts == 1 else SAVED * self.parts))
+        self.chunks = self.tokens // CHUNK
         if options.qk_l2norm:
             q, k = (unit_length(x.astype(F32)).astype(x.dtype) for x in (q, k))
         self.q, self.k = (padded(padded(x, 1, self.tokens), 3, self.keys) for x in (q, k))
@@ -115,9 +124,28 @@ class Call:
         self.steps = jnp.stack([c, beta, jnp.exp2(c), to_end], axis=3)
 
     def in_chunks(self, v: Any) -> Any:
-        """(B, H, chunks, CHUNK) of (B, L, G, R), with zeros at the end."""
+        """(B, chunks, H, CHUNK) of (B, L, G, R), with zeros at the end."""
         v = padded(v.reshape(*v.shape[:2], self.heads), 1, self.tokens)
-        return v.reshape(self.batch, self.chunks, CHUNK, self.heads).transpose(0, 3, 1, 2)
+        return v.reshape(self.batch, self.chunks, CHUNK, self.heads).swapaxes(2, 3)
+
+    def split(self) -> "Call":
+        """The call, with each part of a sequence as a sequence."""
+        call = copy.copy(self)
+        call.batch, call.parts = self.batch * self.parts, 1
+        call.tokens, call.chunks = self.tokens // self.parts, self.chunks // self.parts
+        call.v = self.split_arrays({"v": self.v})["v"]
+        return call
+
+    def split_arrays(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Arrays of all tokens or chunks, (B, n, …), as those of :meth:`split`."""
+        parts = self.parts
+        of_parts = lambda x: x.reshape(len(x) * parts, x.shape[1] // parts, *x.shape[2:])
+        return {name: of_parts(x) for name, x in arrays.items()}
+
+    def joined_arrays(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Undoes `split_arrays`."""
+        whole = lambda x: x.reshape(self.batch, self.parts * x.shape[1], *x.shape[2:])
+        return {name: whole(x) for name, x in arrays.items()}
 
     def of_values(self, v: Any) -> Any:
         """(B, L, H, V) of (B, L, G, R, V)."""
@@ -142,8 +170,8 @@ class Call:
         return v.reshape(*v.shape[:2], self.groups, self.rank, self.channels)
 
     def cut_steps(self, v: Any) -> Any:
-        """(B, L, G, R) of (B, H, chunks, CHUNK)."""
-        v = v.transpose(0, 2, 3, 1).reshape(self.batch, self.tokens, self.heads)
+        """(B, L, G, R) of (B, chunks, H, CHUNK)."""
+        v = v.swapaxes(2, 3).reshape(self.batch, self.tokens, self.heads)
         return v[:, : self.length].reshape(self.batch, self.length, self.groups, self.rank)
 
     def cut_channels(self, v: Any) -> Any:
@@ -170,14 +198,36 @@ class Call:
         shape = self.batch, self.chunks, self.heads, CHUNK, CHUNK
         return jax.ShapeDtypeStruct(shape, BF16)
 
-    def states_like(self, count: int) -> Any:
-        shape = self.batch, count, self.heads, self.keys, self.values
+    def states_like(self, count: int, columns: int = 0) -> Any:
+        shape = self.batch, count, self.heads, self.keys, columns or self.values
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     def turned_like(self) -> Any:
         """The type of transposed states of all chunks, in 16 bits."""
         shape = self.batch, self.chunks, self.heads, self.values, self.keys
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+_LAUNCH, _PART = 15, 5
+"""Launches of a scan in parts, and the product for the state before a part, in chunks' time."""
+
+
+def _parts(call: Call) -> int:
+    """Parts of a sequence for which a scan takes the least time.
+
+    A part's chunks are gone through twice, and the first time for the columns of the identity, too.
+    """
+    chunks, blocks = up(-(-call.length // CHUNK), PAIR), call.batch * call.heads
+    rounds = lambda count: -(-count // num_sms())
+
+    def time(parts: int) -> int:
+        if parts == 1:
+            return chunks * rounds(blocks * call.slices)
+        of_part = up(-(-chunks // parts), SAVED)
+        both = rounds(parts * blocks * call.slices) + rounds(parts * blocks * call.columns)
+        return of_part * both + _LAUNCH + _PART * parts
+
+    return min(MOST_PARTS, key=time)
 
 
 class Place:
@@ -199,9 +249,9 @@ class Place:
 
     def sources(self, refs: Any, names: Any, chunk: Any, part: Any) -> dict[str, Any]:
         """Parts of arrays in a chunk by their names, as :func:`tiles_of` has them."""
-        of = {"q": self.keys, "k": self.keys, "T": self.matrix, "P": self.matrix}
+        of: dict[str, Any] = dict.fromkeys(("q", "k"), self.keys)
         of |= dict.fromkeys(("kd", "kt", "qd"), self.all_values)
-        of |= {"steps": self.numbers, "ends": self.matrix}
+        of |= dict.fromkeys(("T", "P", "steps", "ends"), self.of_chunk)
         values = lambda ref, chunk: self.values(ref, chunk, part)
         return {name: of.get(name, values)(getattr(refs, name), chunk) for name in names}
 
@@ -217,12 +267,8 @@ class Place:
         """(CHUNK, V), or (CHUNK, K) of what each head has."""
         return ref.at[self.batch, tokens_of(chunk), self.head]
 
-    def numbers(self, ref: Any, chunk: Any) -> Any:
-        """Steps or numbers of a chunk."""
-        return ref.at[self.batch, self.head, chunk]
-
-    def matrix(self, ref: Any, chunk: Any) -> Any:
-        """T, P, exp(c[last]), or all of a transposed state."""
+    def of_chunk(self, ref: Any, chunk: Any) -> Any:
+        """What there is once for a chunk: steps, T, P, or all of a transposed state."""
         return ref.at[self.batch, chunk, self.head]
 
     def turned(self, ref: Any, chunk: Any, part: Any) -> Any:
@@ -275,6 +321,11 @@ def tiles_of(call: Call, names: str) -> dict[str, Any]:
     return {name: of.get(name, ((CHUNK, CHUNK), BF16)) for name in all_names}
 
 
+def columns_of(ref: Any, part: Any) -> Any:
+    """(64, K): SLICE columns of a matrix (K, n), transposed."""
+    return load_transposed(ref.at[:, pl.ds(part * SLICE, SLICE)])
+
+
 def first_state(ref: Any, at: Place, index: Any, part: Any, keys: int) -> Any:
     """A transposed state, (SLICE, K), or zeros."""
     return accumulator(keys) if ref is None else load_transposed(at.state(ref, index, part))
@@ -286,9 +337,13 @@ def by_role(*roles: Any) -> None:
         pl.when(lax.axis_index(WARPGROUP) == number)(role)
 
 
-def new_values(stage: dict[str, Any], reading: Any) -> Any:
-    """Starts Nᵀ = (V − E ∘ (K S))ᵀ Tᵀ, (SLICE, CHUNK), from (K S)ᵀ, or from that times E."""
+def new_values(stage: dict[str, Any], reading: Any, has_values: Any = None) -> Any:
+    """Starts Nᵀ = (V − E ∘ (K S))ᵀ Tᵀ, (SLICE, CHUNK), from (K S)ᵀ, or from that times E.
+
+    V is 0 if it is said not to have values.
+    """
     v = to_fp32(load_left(stage["v"], transposed=True))
+    v = v if has_values is None else jnp.where(has_values, v, 0.0)
     if "ends" in stage:
         read, v = finish(reading, ready=[v])
     else:

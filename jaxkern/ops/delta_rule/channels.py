@@ -184,9 +184,7 @@ class _Half:
         """Pairs of a source and shared memory: what `part` of a place finds, of each head."""
         if not self.joined:
             return [(part(self.at, ref, chunk), tile)]
-        return [
-            (part(at, ref, chunk), tile.at[pl.ds(n, 1)]) for n, at in enumerate(self.of_heads)
-        ]
+        return [(part(at, ref, chunk), tile.at[pl.ds(n, 1)]) for n, at in enumerate(self.of_heads)]
 
     def meet(self) -> None:
         _MEETINGS.meet(self.smem)
@@ -199,7 +197,7 @@ class _Half:
         """Pairs of a source and shared memory: a chunk's tokens."""
         refs, smem = self.refs, self.smem
         found = [
-            (at.numbers(refs.steps, chunk), smem.steps.at[n]) for n, at in enumerate(self.of_heads)
+            (at.of_chunk(refs.steps, chunk), smem.steps.at[n]) for n, at in enumerate(self.of_heads)
         ]
         for n, ref in enumerate((refs.k, refs.q)):
             found += self.copies(Place.keys, ref, chunk, smem.tokens.at[n])
@@ -449,7 +447,7 @@ class _Pairs(_Half):
         for ref, to in zip(self.decayed(), (refs.kd, refs.qd, refs.kt), strict=True):
             write_tile(self.part_of(ref), self.written(to, chunk))
 
-        self.when_weighing(lambda: write_tile(self.weights(), at.matrix(refs.P, chunk)))
+        self.when_weighing(lambda: write_tile(self.weights(), at.of_chunk(refs.P, chunk)))
 
         @pl.when((self.own == 0) & (self.joined | (lax.rem(chunk, PAIR) == PAIR - 1)))
         def _() -> None:
@@ -503,7 +501,7 @@ def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, A
 
 
 def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
-    """dQ and dK of each head, dg, and parts of dβ, (B, H, chunks, 2, CHUNK).
+    """dQ and dK of each head, dg, and parts of dβ, (B, chunks, H, 2, CHUNK).
 
     Args:
       call: of the pass.
@@ -517,7 +515,7 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
     per_head = -(-chunks // SAVED)
     of_heads, joined = call.joined_like(BF16 if call.rank == 1 else F32), call.joined
     outs = {"dq": of_heads, "dk": of_heads, "dg": like(call.g.shape, call.g.dtype)}
-    outs["dbeta"] = like((call.batch, call.heads, chunks, 2 // joined, CHUNK), F32)
+    outs["dbeta"] = like((call.batch, chunks, call.heads, 2 // joined, CHUNK), F32)
     ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays
     of_values, states = ((CHUNK, joined * call.values), BF16), ((call.values, LANES), BF16)
     more = {"N": of_values, "grads": ((2, *of_values[0]), BF16), "S": states, "dS": states}
@@ -541,7 +539,7 @@ class _Grads(_Half):
         values = (refs.N, smem.N), (refs.dout, smem.grads.at[0]), (refs.dV, smem.grads.at[1])
         copies = [x for ref, to in values for x in self.copies(Place.all_values, ref, chunk, to)]
         for ref, to in (refs.S, smem.S), (refs.dS, smem.dS):
-            copies += self.copies(Place.matrix, ref, chunk, to)
+            copies += self.copies(Place.of_chunk, ref, chunk, to)
         start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
@@ -573,7 +571,7 @@ class _Grads(_Half):
             store_matrix(self.c.at[:, pl.ds(first, PART)], dc)
             self.write_keys(chunk, first, dq, dk)
         part = 0 if self.joined else self.own
-        at.numbers(refs.dbeta, chunk).at[part][...] = dbeta
+        at.of_chunk(refs.dbeta, chunk).at[part][...] = dbeta
         sync_tiles()
         if self.call.rank == 1:
             write_tile(self.q, self.written(refs.dq, chunk))

@@ -100,7 +100,7 @@ def inverses(call: Call) -> Any:
         copies = []
         for n in range(PAIR):
             copies.append((at.keys(refs.k, first + n), smem.k.at[n]))
-            copies.append((at.numbers(refs.steps, first + n), smem.steps.at[n]))
+            copies.append((at.of_chunk(refs.steps, first + n), smem.steps.at[n]))
         arrived = barrier_of(smem, "arrived")
         start_copies(copies, arrived)
         wait_for_copies(arrived)
@@ -193,8 +193,8 @@ class _Grads:
             return
         at, smem, refs, chunk, slot = self.at, self.smem, self.refs, self.first + n, lax.rem(n, 2)
         copies = [(at.keys(getattr(refs, name), chunk), getattr(smem, name)) for name in "qk"]
-        copies.append((at.matrix(refs.T, chunk), smem.T))
-        copies.append((at.numbers(refs.steps, chunk), smem.steps))
+        copies.append((at.of_chunk(refs.T, chunk), smem.T))
+        copies.append((at.of_chunk(refs.steps, chunk), smem.steps))
         copies.append((at.all_values(refs.v, chunk), smem.v))
         pairs = [(source, to.at[slot]) for source, to in copies]
         start_copies(pairs, barrier_of(smem, "early", slot), n < count)
@@ -205,7 +205,7 @@ class _Grads:
             return
         at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
         pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
-        pairs.append((at.matrix(refs.after, chunk), smem.dS))
+        pairs.append((at.of_chunk(refs.after, chunk), smem.dS))
         start_copies(pairs, barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
@@ -236,10 +236,10 @@ class _Grads:
         if states is not None:
             sums, products = self.finish(stage, self.first + n, *states)
             dc, dbeta, kz = dc + sums[0], dbeta + sums[1], sums[2]
-        to = self.at.numbers(self.refs.numbers, self.first + n).at[own]
+        to = self.at.of_chunk(self.refs.numbers, self.first + n).at[own]
         for row, v in ((GRAD_SUM, dc), (GRAD_BETA, dbeta), (GRAD_END, kz)):
             to.at[row][...] = v
-        self.at.numbers(self.refs.of_states, self.first + n).at[own][...] = products
+        self.at.of_chunk(self.refs.of_states, self.first + n).at[own][...] = products
         return S
 
     def find_new(self, stage: dict[str, Any], S: Any) -> Any:
@@ -343,7 +343,7 @@ def launch_grads(call: Call, dout: Any, states: Any, after: Any, dV: Any, T: Any
     def kernel(refs: Any, smem: Any) -> None:
         by_role(*(lambda n=n: _Grads(call, refs, smem, n).run() for n in range(2)))
 
-    of_chunks, like = (call.batch, call.heads, call.chunks, 2), jax.ShapeDtypeStruct
+    of_chunks, like = (call.batch, call.chunks, call.heads, 2), jax.ShapeDtypeStruct
     of_heads = like(
         (call.batch, call.tokens, call.heads, call.keys), BF16 if call.rank == 1 else F32
     )
@@ -360,7 +360,7 @@ def launch_grads(call: Call, dout: Any, states: Any, after: Any, dV: Any, T: Any
 
 
 def of_tokens(call: Call, g: Any, rank: Any, grads: dict[str, Any]) -> tuple[Any, Any]:
-    """dg, or ``None``, and dβ, (B, H, chunks, CHUNK), from what `launch_grads` found."""
+    """dg, or ``None``, and dβ, (B, chunks, H, CHUNK), from what `launch_grads` found."""
     numbers = grads["numbers"].sum(3)
     if g is None:
         return None, numbers[..., GRAD_BETA, :]

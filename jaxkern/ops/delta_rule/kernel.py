@@ -24,6 +24,11 @@ left operand in the registers of its lane:
 
 A second warpgroup makes O, for which it gets S and N through shared memory.
 
+Where sequences and heads are too few for all multiprocessors, a sequence is cut into parts that are
+scanned at once. A part makes M S + R of the state S before it: R is what becomes of no state, and M
+of the identity where V is 0. Scans of both come first, with the columns of R and M as channels;
+then the states before the parts are products one after the other. The backward does the same.
+
 Backward, for dO, by then times scale, and dS of the state after a chunk:
 
     dN = β ∘ (Pᵀ dO + (left ∘ K) dS),  dV = Tᵀ dN
@@ -77,6 +82,7 @@ from jaxkern.ops.delta_rule.call import (
     CHUNK,
     F32,
     MOST_VALUES,
+    PAIR,
     SAVED,
     SLICE,
     SQUARE,
@@ -89,6 +95,7 @@ from jaxkern.ops.delta_rule.call import (
     by_role,
     by_row,
     column_numbers,
+    columns_of,
     decayed_state,
     decays_of,
     first_state,
@@ -224,24 +231,101 @@ def _launch_scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool)
     return launch(kernel, "fwd", ins, outs, scratch, grid, warpgroups=2)
 
 
+def _launch_carries(call: Call, found: dict[str, Any]) -> Any:
+    """R and M of each sequence, (B, H, K, V + K), side by side."""
+    grid = call.batch * call.heads * call.columns
+    (ring,) = TileRing.of(0, grid, tiles_of(call, "kd kt v T" if call.by_channel else "k v T"))
+
+    def kernel(refs: Any, smem: Any) -> None:
+        at = Place(call, call.columns)
+        (part,) = at.own
+        sources = lambda n: at.sources(refs, ring.tiles, n, jnp.minimum(part, call.slices - 1))
+
+        def step(n: Any, stage: dict[str, Any], S: Any) -> Any:
+            read = stage["kd" if call.by_channel else "k"]
+            reading = start([accumulator(CHUNK)], [S.astype(BF16)], read, transposed=True)
+            making = new_values(stage, reading, part < call.slices)
+            return finish(next_state(stage, S, making)[0])[0]
+
+        S = ring.loop(smem, call.chunks, sources, step, columns_of(refs.first, part))
+        store_matrix(at.state(refs.carries, 0, part), S, transposed=True)
+
+    ins = {name: found[name] for name in ring.tiles if name != "v"}
+    ins |= {"v": call.v, "first": _first_columns(call)}
+    outs = {"carries": call.states_like(1, call.columns * SLICE)}
+    return launch(kernel, "carries", ins, outs, ring.scratch(), grid)["carries"]
+
+
+def _first_columns(call: Call) -> Any:
+    """(K, V + K): zeros and the identity, the first states of R and M."""
+    return jnp.eye(call.keys, call.columns * SLICE, call.values, dtype=F32)
+
+
+def _states_before(call: Call, first: Any, carries: Any, *, reverse: bool = False) -> Any:
+    """The state before each part, (B · parts, 1, H, K, V), or after it in reverse."""
+    carries = carries.reshape(call.batch, call.parts, *carries.shape[2:])
+    state = jnp.zeros_like(carries[:, 0, ..., : call.values]) if first is None else first[:, 0]
+    found = []
+    for n in reversed(range(call.parts)) if reverse else range(call.parts):
+        found.append(state)
+        own, matrix = jnp.split(carries[:, n], [call.values], axis=-1)
+        state = own + jnp.matmul(matrix, state, precision="highest")
+    found = jnp.stack(found[::-1] if reverse else found, axis=1)
+    return found.reshape(-1, 1, *state.shape[1:])
+
+
+def _scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dict[str, Any]:
+    """As `_launch_scan`, of all parts at once."""
+    if call.parts == 1:
+        return _launch_scan(call, initial, found, save=save)
+    part, found = call.split(), call.split_arrays(found)
+    before = _states_before(call, initial, _launch_carries(part, found))
+    results = _launch_scan(part, before, found, save=save)
+    joined = {name: v for name, v in results.items() if v is not None}
+    results |= call.joined_arrays(joined)
+    return results | {"final": results["final"][:, -1:]}
+
+
 _REVERSED = Handoffs(("pairs", "done"))
 """From the warpgroup that makes Pᵀ dO to the one that scans, and back."""
 
 
-def _launch_reverse(call: Call, dout: Any, dfinal: Any, found: dict[str, Any]) -> dict[str, Any]:
+def _reverse(call: Call, dfinal: Any, found: dict[str, Any]) -> dict[str, Any]:
+    """As `_launch_reverse`, of all parts at once."""
+    if call.parts == 1:
+        return _launch_reverse(call, dfinal, found)
+    part, found = call.split(), call.split_arrays(found)
+    carries = _launch_reverse(part, None, found, carry=True)["dinitial"]
+    after = _states_before(call, dfinal, carries, reverse=True)
+    return call.joined_arrays(_launch_reverse(part, after, found))
+
+
+def _launch_reverse(
+    call: Call, dfinal: Any, found: dict[str, Any], *, carry: bool = False
+) -> dict[str, Any]:
     """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk.
 
     Two warpgroups: one scans, and gets Pᵀ dO and E ∘ dO from the other.
+
+    Args:
+      call: of the pass.
+      dfinal: the gradient of the final state, or ``None``.
+      found: beside what scans multiply by, dO.
+      carry: whether to find R and M alone, as `_launch_carries` does.
     """
-    grid = call.batch * call.heads * call.slices
+    columns = call.columns if carry else call.slices
+    grid = call.batch * call.heads * columns
     other = 4 * SLICE * call.keys + 4 * SQUARE
     names = ("kd kt qd T", "P dout") if call.by_channel else ("q k T", "q k dout")
     of_both = [tiles_of(call, x) for x in names]
     scanned, made = TileRing.of(other, grid, *of_both, fetcher=1)
 
     def kernel(refs: Any, smem: Any) -> None:
-        at = Place(call, call.slices)
+        at = Place(call, columns)
         (part,), hand, last = at.own, _REVERSED, call.chunks - 1
+        read = jnp.minimum(part, call.slices - 1)
+        # The identity's columns have no dO.
+        of_values = lambda v: jnp.where(part < call.slices, v, 0.0) if carry else v
 
         def scan(chunk: Any, stage: dict[str, Any], dS: Any, fetch: Any) -> Any:
             steps, narrow = stage.get("steps"), dS.astype(BF16)
@@ -259,13 +343,15 @@ def _launch_reverse(call: Call, dout: Any, dfinal: Any, found: dict[str, Any]) -
             adding = start([decayed], [smem.weighted], q)
             dN = dN + times(read, to_end)
             making = start([accumulator(CHUNK)], [dN], stage["T"])
-            pl.when(chunk < last)(lambda: write(chunk + 1))
-            store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
+            if not carry:
+                pl.when(chunk < last)(lambda: write(chunk + 1))
+                store_tile(smem.dS.at[lax.rem(chunk, 2)], narrow)
             E = numbers(START)
             (dS,) = finish(adding, later=1)
             dV, *E = finish(making, ready=E)
             adding = start([dS], [times(-dV, E)], k)
-            store_tile(smem.dV.at[lax.rem(chunk, 2)], dV.astype(BF16), transposed=True)
+            if not carry:
+                store_tile(smem.dV.at[lax.rem(chunk, 2)], dV.astype(BF16), transposed=True)
             (dS,) = finish(adding)
             pl.when(chunk > 0)(lambda: hand.give(smem, "done"))
             return dS
@@ -292,41 +378,46 @@ def _launch_reverse(call: Call, dout: Any, dfinal: Any, found: dict[str, Any]) -
             making = start([accumulator(SLICE)], [left], stage["dout"])
             (X,) = finish(making)
             pl.when(chunk < last)(lambda: hand.take(smem, "done"))
-            store_tile(smem.X, X.astype(BF16), transposed=True)
-            store_tile(smem.weighted, dout.astype(BF16))
+            store_tile(smem.X, of_values(X).astype(BF16), transposed=True)
+            store_tile(smem.weighted, of_values(dout).astype(BF16))
             fence_tiles()
             hand.give(smem, "pairs")
             fetch()
             return _
 
         def run_scan() -> None:
-            dS = first_state(refs.dfinal, at, 0, part, call.keys)
+            if carry:
+                dS = columns_of(refs.first, part)
+            else:
+                dS = first_state(refs.dfinal, at, 0, part, call.keys)
             of = _Scan(call, scanned, refs, smem, at)
-            dS = of.loop(call.chunks, lambda n: last - n, part, scan, dS)
-            sync_tiles()
-            write(0)
-            finish_writes()
+            dS = of.loop(call.chunks, lambda n: last - n, read, scan, dS)
+            if not carry:
+                sync_tiles()
+                write(0)
+                finish_writes()
             store_matrix(at.state(refs.dinitial, 0, part), dS, transposed=True)
 
         def run_pairs() -> None:
             _Scan(call, made, refs, smem, at).loop(
-                call.chunks, lambda n: last - n, part, make, None
+                call.chunks, lambda n: last - n, read, make, None
             )
 
         by_role(run_scan, run_pairs)
 
-    ins = found | {"dout": dout, "dfinal": dfinal}
-    of_values = jax.ShapeDtypeStruct(call.v.shape, BF16)
+    ins = found | {"dfinal": dfinal, "first": _first_columns(call) if carry else None}
     outs = {
-        "after": call.turned_like(),
-        "dV": of_values,
-        "dinitial": call.states_like(1),
+        "after": None if carry else call.turned_like(),
+        "dV": None if carry else jax.ShapeDtypeStruct(call.v.shape, BF16),
+        "dinitial": call.states_like(1, columns * SLICE),
     }
     scratch = scanned.scratch() | made.scratch() | _REVERSED.scratch()
     scratch |= dict.fromkeys(("X", "weighted"), tile(SLICE, CHUNK, BF16))
-    scratch |= {"dV": tile(CHUNK, SLICE, BF16, stages=2)}
-    scratch |= {"dS": tile(SLICE, call.keys, BF16, stages=2)}
-    return launch(kernel, "reverse", ins, outs, scratch, grid, warpgroups=2)
+    if not carry:
+        scratch |= {"dV": tile(CHUNK, SLICE, BF16, stages=2)}
+        scratch |= {"dS": tile(SLICE, call.keys, BF16, stages=2)}
+    name = "reverse_carries" if carry else "reverse"
+    return launch(kernel, name, ins, outs, scratch, grid, warpgroups=2)
 
 
 def launch_fwd(
@@ -338,13 +429,14 @@ def launch_fwd(
         return reference_fwd(options, *args)
     call = Call(options, q, k, v, g, beta, rank)
     found = _found(call)
-    results = _launch_scan(call, _one(call, initial_state), found, save=options.save)
+    results = _scan(call, _one(call, initial_state), found, save=options.save)
     out, final = call.cut_values(results["out"]), call.cut_states(results["final"][:, 0])
     states, T = None, None
     if options.save:
-        states = call.cut_states(results["states"])
+        count = -(-call.length // (SAVED * CHUNK))
+        states = call.cut_states(results["states"][:, :count])
         if not call.by_channel:
-            T = found["T"]
+            T = found["T"][:, : up(-(-call.length // CHUNK), PAIR)]
             T = T.reshape(*T.shape[:2], call.groups, call.rank, CHUNK, CHUNK)
     found = out, final if options.final else None, states
     if rank is not None:
@@ -363,7 +455,7 @@ def _found(call: Call, T: Any = None) -> dict[str, Any]:
     if call.by_channel:
         return channels.pairs(call)
     if T is not None:
-        T = T.reshape(*T.shape[:2], call.heads, CHUNK, CHUNK)
+        T = padded(T.reshape(*T.shape[:2], call.heads, CHUNK, CHUNK), 1, call.chunks)
     T = heads.inverses(call) if T is None else T
     return {"q": call.q, "k": call.k, "steps": call.steps, "T": T}
 
@@ -379,8 +471,8 @@ def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
         return _bwd_of_parts(most, options, *args)
     call = Call(options, q, k, v, g, beta, rank)
     of_values, found = call.of_values(dout), _found(call, T)
-    ends = _launch_reverse(call, of_values, _one(call, dfinal), found)
-    states = call.states(states)
+    ends = _reverse(call, _one(call, dfinal), found | {"dout": of_values})
+    states = padded(call.states(states), 1, -(-call.chunks // SAVED))
     if call.by_channel:
         chunks = channels.launch_states(call, found, states)
         chunks |= {"dout": of_values, "dV": ends["dV"], "dS": ends["after"]}
