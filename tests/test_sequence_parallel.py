@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxkern.core import kernel_call, kernel_pass
 from jaxkern.nn import delta_net, mamba, mamba2
-from jaxkern.ops import linear_scan, selective_scan, ssd
+from jaxkern.ops import delta_rule, linear_scan, selective_scan, ssd
 from jaxkern.ops import sections as sections_of
 from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.sections import SectionOptions
@@ -436,6 +436,18 @@ def _carries(name: str, packed: bool) -> Any:
         dt, rank = 0.01 + 0.01 * dt, ids_of(b, l) if packed else None
         options = ssd.reference.SsdOptions(True, 128, "interpret")
         return options, (x, dt, -dt, weights, rank), (-dt, weights, x, rank)
+    if name in ("gated_delta_rule", "KDA"):
+        half = lambda *shape, seed: random(*shape, seed=seed).astype(jnp.bfloat16)
+        v, q, k = (
+            half(1, 200, 1, 2, 32, seed=0),
+            half(1, 200, 1, 64, seed=1),
+            half(1, 200, 1, 64, seed=2),
+        )
+        decays = v.shape[:-1] if name != "KDA" else (*v.shape[:-1], 64)
+        steps = -jnp.abs(random(*decays, seed=3)) / 8, jax.nn.sigmoid(random(*v.shape[:-1], seed=4))
+        options = delta_rule.reference.DeltaRuleOptions(True, "interpret", 0.5, qk_l2norm=True)
+        rank = ids_of(1, 200) if packed else None
+        return options, (k, v, *steps, rank), (q, k, *steps, v, rank)
     b, l, d, n = 1, 14, 3, 2
     keep = jnp.ones((b, l)).at[0, 9].set(0.0)
     if name == "selective_scan":
@@ -460,11 +472,16 @@ def _carries(name: str, packed: bool) -> Any:
         exhaustive("selective_scan", True),
         exhaustive("ssd", True),
         exhaustive("ssd", False),
+        exhaustive("gated_delta_rule", True),
+        exhaustive("gated_delta_rule", False),
+        exhaustive("KDA", False),
     ],
 )
-def test_kernels_find_what_a_device_hands_on(name, packed):
-    """In both directions; ssd's products take 16 bits."""
-    ops = {"linear_scan": linear_scan.op, "selective_scan": selective_scan.op, "ssd": ssd.devices}
+def test_kernels_find_what_a_device_hands_on(name, packed, monkeypatch):
+    """In both directions; products take 16 bits."""
+    ops = {"linear_scan": linear_scan.op, "selective_scan": selective_scan.op}
+    ops |= {"ssd": ssd.devices, "gated_delta_rule": delta_rule.devices, "KDA": delta_rule.devices}
+    monkeypatch.setattr(delta_rule.call, "_parts", lambda call: 2)
     options, *arrays = _carries(name, packed)
     passes = ops[name].CARRY, ops[name].BWD_CARRY
     run = lambda f, args: jax.jit(functools.partial(f, options))(*args)
@@ -472,7 +489,7 @@ def test_kernels_find_what_a_device_hands_on(name, packed):
         got = [run(p.kernel, args) for p, args in zip(passes, arrays, strict=True)]
     want = [run(p.reference, args) for p, args in zip(passes, arrays, strict=True)]
     finite = lambda v: np.nan_to_num(np.asarray(v, np.float64), nan=7.0, posinf=9.0)
-    tolerance = 2.0**-8 if name == "ssd" else 1e-6
+    tolerance = {"ssd": 2.0**-8, "gated_delta_rule": 2.0**-7, "KDA": 2.0**-7}.get(name, 1e-6)
     check.assert_close(jax.tree.map(finite, got), jax.tree.map(finite, want), tolerance)
 
 

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import carried, is_first, is_last, only_if
+from jaxkern.ops.delta_rule.kernel import launch_bwd_carry, launch_carry
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
     reference_bwd_carry,
     reference_carry,
+    unsupported,
 )
 from jaxkern.ops.sections import Sections, own_rank, sequences, unless, unless_whole_steps
 from jaxkern.ops.segments import along
@@ -26,17 +28,21 @@ _CARRY = ("b g r k j", "b g r k v", "b")
 
 CARRY = KernelPass(
     "gated_delta_rule_carry",
+    kernel=launch_carry,
     reference=reference_carry,
     ins=(_KEYS, _VALUES, *_STEPS, "b l"),
     outs=_CARRY,
     whole="l k v .0",
+    unfit=lambda options, k, v, *_: unsupported(options.num_segments, k, k, v),
 )
 BWD_CARRY = KernelPass(
     "gated_delta_rule_bwd_carry",
+    kernel=launch_bwd_carry,
     reference=reference_bwd_carry,
     ins=(_KEYS, _KEYS, *_STEPS, _VALUES, "b l"),
     outs=_CARRY,
     whole="l k v .0",
+    unfit=lambda options, q, k, g, b, v, rank: unsupported(options.num_segments, q, k, v),
 )
 
 

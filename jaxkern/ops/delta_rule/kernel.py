@@ -108,8 +108,11 @@ from jaxkern.ops.delta_rule.call import (
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
     reference_bwd,
+    reference_bwd_carry,
+    reference_carry,
     reference_fwd,
     unit_length,
+    whole,
 )
 
 
@@ -261,17 +264,24 @@ def _first_columns(call: Call) -> Any:
     return jnp.eye(call.keys, call.columns * SLICE, call.values, dtype=F32)
 
 
-def _states_before(call: Call, first: Any, carries: Any, *, reverse: bool = False) -> Any:
-    """The state before each part, (B · parts, 1, H, K, V), or after it in reverse."""
+def _states(call: Call, first: Any, carries: Any, *, reverse: bool = False) -> list[Any]:
+    """The state before each part, and after all: in reverse after each one, the last one first."""
     carries = carries.reshape(call.batch, call.parts, *carries.shape[2:])
-    state = jnp.zeros_like(carries[:, 0, ..., : call.values]) if first is None else first[:, 0]
-    found = []
+    states = [first]
     for n in reversed(range(call.parts)) if reverse else range(call.parts):
-        found.append(state)
         own, matrix = jnp.split(carries[:, n], [call.values], axis=-1)
-        state = own + jnp.matmul(matrix, state, precision="highest")
-    found = jnp.stack(found[::-1] if reverse else found, axis=1)
-    return found.reshape(-1, 1, *state.shape[1:])
+        own = padded(own, 3, first.shape[-1])
+        states.append(own + jnp.matmul(matrix, states[-1], precision="highest"))
+    return states
+
+
+def _of_parts(call: Call, state: Any, carries: Any, *, reverse: bool = False) -> Any:
+    """The state before each part, (B · parts, 1, H, K, V), or after it in reverse."""
+    if state is None:
+        state = jnp.zeros_like(carries, shape=call.states_like(1).shape)
+    *states, _ = _states(call, state[:, 0], carries, reverse=reverse)
+    states = jnp.stack(states[::-1] if reverse else states, axis=1)
+    return states.reshape(-1, 1, *states.shape[2:])
 
 
 def _scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dict[str, Any]:
@@ -279,7 +289,7 @@ def _scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dic
     if call.parts == 1:
         return _launch_scan(call, initial, found, save=save)
     part, found = call.split(), call.split_arrays(found)
-    before = _states_before(call, initial, _launch_carries(part, found))
+    before = _of_parts(call, initial, _launch_carries(part, found))
     results = _launch_scan(part, before, found, save=save)
     joined = {name: v for name, v in results.items() if v is not None}
     results |= call.joined_arrays(joined)
@@ -296,7 +306,7 @@ def _reverse(call: Call, dfinal: Any, found: dict[str, Any]) -> dict[str, Any]:
         return _launch_reverse(call, dfinal, found)
     part, found = call.split(), call.split_arrays(found)
     carries = _launch_reverse(part, None, found, carry=True)["dinitial"]
-    after = _states_before(call, dfinal, carries, reverse=True)
+    after = _of_parts(call, dfinal, carries, reverse=True)
     return call.joined_arrays(_launch_reverse(part, after, found))
 
 
@@ -443,6 +453,41 @@ def launch_fwd(
         plain = lambda *args: reference_fwd(options, *args)[:3]
         found = unless_finite([final], found, plain, (*args[:7], None))
     return *found, T
+
+
+def launch_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[Any, ...]:
+    """What a device's part does to a state, as the reference."""
+    args = k, v, g, beta, rank
+    if v.size == 0:
+        return reference_carry(options, *args)
+    call = Call(options, k, k, v, g, beta, rank)
+    carries = _launch_carries(call.split(), call.split_arrays(_found(call)))
+    return _carry(call, carries, functools.partial(reference_carry, options), args)
+
+
+def launch_bwd_carry(options: DeltaRuleOptions, q, k, g, beta, dout, rank) -> tuple[Any, ...]:
+    """What a device's part does to the gradient of a state, as the reference."""
+    args = q, k, g, beta, dout, rank
+    if dout.size == 0:
+        return reference_bwd_carry(options, *args)
+    call = Call(options, q, k, dout, g, beta, rank)
+    found = call.split_arrays(_found(call) | {"dout": call.v})
+    carries = _launch_reverse(call.split(), None, found, carry=True)["dinitial"]
+    plain = functools.partial(reference_bwd_carry, options)
+    return _carry(call, carries, plain, args, reverse=True)
+
+
+def _carry(
+    call: Call, carries: Any, plain: Any, args: tuple[Any, ...], *, reverse: bool = False
+) -> tuple[Any, ...]:
+    """M, R and whether M counts, of all parts together."""
+    first = jnp.broadcast_to(_first_columns(call), carries[:: call.parts, 0].shape)
+    state = _states(call, first, carries, reverse=reverse)[-1]
+    own, matrix = jnp.split(state, [call.values], axis=-1)
+    matrix = matrix[..., : call.key_channels, : call.key_channels]
+    matrix = matrix.reshape(call.batch, call.groups, call.rank, *matrix.shape[2:])
+    found = matrix, call.cut_states(own), whole(args[-1], matrix)
+    return found if args[-1] is None else unless_finite([own], found, plain, args)
 
 
 def _one(call: Call, state: Any) -> Any:

@@ -363,7 +363,7 @@ def reference_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[jax
     last = dataclasses.replace(options, final=True, save=False)
     start = _identity(Tokens.of(k, k, wider, g, beta), values)
     state = reference_fwd(last, k, k, wider, g, beta, start, rank, None)[1]
-    return state[..., values:], state[..., :values], _whole(rank, state)
+    return state[..., values:], state[..., :values], whole(rank, state)
 
 
 def reference_bwd_carry(
@@ -378,7 +378,7 @@ def reference_bwd_carry(
     last = dataclasses.replace(options, final=True, save=False)
     args = q, k, jnp.zeros_like(wider), g, beta, jnp.zeros_like(after), rank, None
     *_, state, _, _ = reference_bwd(last, *args, None, None, wider, after)
-    return state[..., values:], state[..., :values], _whole(rank, state)
+    return state[..., values:], state[..., :values], whole(rank, state)
 
 
 def _with_identity(v: jax.Array, keys: int) -> jax.Array:
@@ -394,7 +394,7 @@ def _identity(tokens: Tokens, values: int) -> jax.Array:
     return vary_over(state, varying(tokens.v))
 
 
-def _whole(rank: Any, state: jax.Array) -> jax.Array:
+def whole(rank: Any, state: jax.Array) -> jax.Array:
     if rank is None:
         return jnp.ones(state.shape[0], state.dtype)
     return (rank[:, 0] == rank[:, -1]).astype(state.dtype)
