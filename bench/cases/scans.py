@@ -521,6 +521,7 @@ _DELTA_SHAPES = [
     *(Shape((*s, 128, 128, s[2])) for s in ((1, 32768, 32), (8, 4096, 16), (1, 8192, 32))),
     *(Shape((1, l, 32, 128, 128, 16)) for l in (32768, 8192)),
     Shape((1, 8192, 64, 64, 64, 64)),
+    Shape((1, 16384, 8, 128, 128, 8)),
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
 _DELTA_PACKED = [_DELTA_SHAPES[1], Shape((32, 1024, 16, 128, 128, 16))]
