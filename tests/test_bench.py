@@ -1,8 +1,8 @@
 """What the bench measures and refuses: ops beside peers, optimizers' steps, and errors in ulp."""
 
 import contextlib
+import fcntl
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -232,30 +232,32 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
         steps.measure(optim.steps(small=True)[0], "optax", 1)
 
 
-def test_who_times_is_alone_and_goes_before_those_who_compile():
-    shared = processes.Shared(multiprocessing.get_context("fork"))
+def test_who_times_is_alone_and_goes_before_those_who_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_folder", tmp_path)
     order, started, asked = [], threading.Event(), threading.Event()
 
     def compile_first():
-        with shared.compiling():
+        with processes.compiling():
             started.set()
             asked.wait()
             order.append("compiled")
 
     def measure():
-        with shared:
+        with processes.alone():
             order.append("timed")
 
     def compile_later():
-        with shared.compiling():
+        with processes.compiling():
             order.append("compiled later")
 
     threads = [threading.Thread(target=f) for f in (compile_first, measure, compile_later)]
     threads[0].start()
     started.wait()
     threads[1].start()
-    while not shared._waiting.value:  # a compiler that asks now finds one that waits to time
-        time.sleep(0.001)
+    with contextlib.suppress(BlockingIOError):  # a compiler that asks now finds one that waits
+        while True:
+            with processes.locked("turn", fcntl.LOCK_SH | fcntl.LOCK_NB):
+                time.sleep(0.001)
     threads[2].start()
     asked.set()
     for thread in threads:
