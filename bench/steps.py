@@ -70,8 +70,8 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     return init, run
 
 
-def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, int]:
-    """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
+def measure(step: Step, name: str, calls: int) -> timing.Passes:
+    """Time of a step, with what it takes to compile and the bytes beside arguments and results.
 
     No speed from a wrong step: the change of a small tree must be that of plain JAX.
 
@@ -103,7 +103,8 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
             return held[0]
 
         timed = timing.measure(advance, [()], calls)
-    return timed, seconds, getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    temp_bytes = getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+    return {"step": (timed, {"compile_s": round(seconds, 2), "temp_bytes": temp_bytes})}
 
 
 def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:

@@ -43,6 +43,10 @@ class Timing:
         )
 
 
+Passes = dict[str, tuple[Timing, dict[str, Any]]]
+"""By pass its time, and what else its row has."""
+
+
 def compiled(f: Callable[..., Any], *shapes: Any) -> Any:
     """The program of `f` for arguments of these shapes."""
     return jax.jit(f).lower(*shapes).compile()
@@ -58,6 +62,11 @@ def agrees(what: str, error: Any, limit: float = 1e-2) -> None:
     """No speed from a wrong result: raises where its relative error is `limit` or more."""
     if not float(error) < limit:
         raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
+
+
+def short(value: float) -> float:
+    """`value` to four digits, however small it is on a slow or busy machine."""
+    return float(f"{value:.4g}")
 
 
 def on_gpu() -> bool:

@@ -164,7 +164,7 @@ def test_products_are_beside_their_ceiling(tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
-def test_a_loss_is_timed_with_its_gradient(monkeypatch):
+def test_a_loss_is_timed_with_its_gradient():
     """And one that is off by little, or has no gradient, is a wrong result."""
 
     def measured(change):
@@ -172,18 +172,17 @@ def test_a_loss_is_timed_with_its_gradient(monkeypatch):
         loss = SMALL.of.peers["jax"]()
         call = lambda x, w, labels: loss(change(x), w.T, labels)
         take, back = (lambda x, w, labels: (x, w.T, labels)), (lambda dx, dw: (dx, dw.T))
-        monkeypatch.setattr(peers, "arranged", lambda *_: Arranged(call, take, back=back))
-        return run.measure_case(SMALL, "jax", timing.Ceilings(1e9, 1e9), calls=1)
+        return peers.measure_jax(SMALL, Arranged(call, take, back=back), calls=1)
 
-    assert [row["direction"] for row in measured(lambda x: x)] == ["forward", "both"]
+    assert [*measured(lambda x: x)] == ["forward", "both"]
     for change in (jax.lax.stop_gradient, lambda x: 1.1 * x):
         with pytest.raises(RuntimeError, match="against plain JAX"):
             measured(change)
 
 
 def test_a_mean_is_held_to_a_hundredth_of_other_errors():
-    assert float(run._error(jnp.float32(2.001), jnp.float32(2))) == pytest.approx(0.05, 1e-2)
-    assert float(run._error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
+    assert float(peers.error(jnp.float32(2.001), jnp.float32(2))) == pytest.approx(0.05, 1e-2)
+    assert float(peers.error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
 
 
 @pytest.mark.compiled
