@@ -62,16 +62,10 @@ SMALL = {"linear_scan": (8,)}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A measurement: a training step or an op, on a mesh.
+    """A measurement: a training step of a preset, or an op, on a mesh or on one device, ``none``.
 
-    Attributes:
-      what: a preset, or an op.
-      sizes: of the axes of an op; the sequences for each part of the batch, and the tokens for each
-        part of a sequence.
-      mesh: as ``--mesh`` has it, or for an op ``sequence=N``; ``none`` for one device.
-      remat: as ``--remat`` has it.
-      check: whether the gradients of a split step, or all that a split op gives, are compared with
-        those of one device.
+    The sizes are those of the axes of an op, or the sequences for each part of the batch, and the
+    tokens for each part of a sequence.
     """
 
     what: str

@@ -29,8 +29,13 @@ def memory_for_all(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words", "by", "absent"),
     [
-        (train.main, "--preset micro --length 16 --tokens 64 --vs", "contender", "length 16"),
-        (train.decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
+        (
+            train.main,
+            "--preset micro --length 16 --tokens 64 --only jaxkern,",
+            "contender",
+            "length 16",
+        ),
+        (train.decode, "--preset micro --batch 2 --vocab 300 --only jaxkern,", "by", ""),
         (
             layers.main,
             "--layer mamba2 --calls 2 --only auto,jaxkern-scan,",
