@@ -158,7 +158,6 @@ def main(argv: list[str] | None = None) -> int:
     with interpret_kernels() if interpret else contextlib.nullcontext():
         return program.measured(
             args,
-            "accuracy",
             measure,
             tasks,
             {"clock": "compiled kernels" if gpu else clock, "refused": []},

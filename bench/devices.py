@@ -285,15 +285,12 @@ def first_step(argv: Sequence[str] | None = None) -> int:
         batch_size=(8, "sequences of a GPU"),
     )
     program.share_device(2, one=False)  # this process holds a device as well
-    told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format_map
     with tempfile.TemporaryDirectory() as folder:
         return program.measured(
             args,
-            "first-step",
             functools.partial(_first, args.batch_size, folder),
             [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
             {"clock": "wall-clock time of processes"},
-            lambda run, row: f"{run[0]:6} {run[1]} GPUs, cache {run[2]:6}: {told(row)}",
             apart=True,
             most=1,
         )
@@ -322,12 +319,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     presets = args.preset or (["130m"] if gpu else ["micro"])
     return program.measured(
         args,
-        "devices",
         measure,
         jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()),
         program.clock(gpu, "wall-clock time of calls that wait in the devices' queues"),
-        lambda job, row: f"{job}: {row['tokens_per_second']:,} tokens/s, {row['ms']:,} ms",
-        lambda rows: {"rows": with_efficiency(rows)},
+        finish=lambda rows: {"rows": with_efficiency(rows)},
         apart=True,
         most=1,
         limit=args.limit,

@@ -312,5 +312,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not jobs:
         args.error("no layer has that --d-model")
     clock = program.clock(gpu, "device time (CUPTI)")
-    told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
-    return program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)
+    return program.measured(args, measure, jobs, clock, jobs=args.jobs)

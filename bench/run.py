@@ -174,9 +174,9 @@ def main(argv: list[str] | None = None) -> int:
             write_csv(report["rows"], args.csv)
         return [f"wrote {args.csv}"] if args.csv else []
 
-    ops = "-".join(sorted({case.op for case in chosen.values()}))
+    args.result = "-".join(sorted({case.op for case in chosen.values()}))
     how = {"jobs": args.jobs, "most": _MOST, "end": end}
-    return program.measured(args, ops, measure, jobs, about, _line, **how)
+    return program.measured(args, measure, jobs, about, _line, **how)
 
 
 def _is_timed(case: Case | Step, name: str) -> bool:

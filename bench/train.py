@@ -370,15 +370,6 @@ def found_peers(names: Sequence[str]) -> str:
     return ",".join(n for n in names if n not in _PEERS or importlib.util.find_spec(n))
 
 
-def _told(job: Job, row: Row) -> str:
-    return (
-        f"{job.contender:10} {job.name:6}{row['batch']:4} × {job.length:<6}"
-        f"{row['tokens_per_second']:10,} tokens/s {row['ms']:9.1f} ms"
-        f" {row['peak_gib'] or 0:7.2f} GiB  compiled in {row['compile_s']:.1f} s"
-        f"  loss {row['first_loss']:.2f} → {row['last_loss']:.2f}"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = program.parsed(
         "train",
@@ -403,8 +394,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for length in args.length or [2048 if gpu else 64]
         for name in args.only.split(",")
     ]
-    clock, how = program.clock(gpu, "wall-clock time of steps"), {"apart": True, "most": 1}
-    return program.measured(args, "lm", measure, jobs, clock, _told, limit=args.limit, **how)
+    clock = program.clock(gpu, "wall-clock time of steps")
+    return program.measured(args, measure, jobs, clock, apart=True, most=1, limit=args.limit)
 
 
 # Time that checkpoints cost
@@ -465,13 +456,11 @@ def checkpoints(argv: list[str] | None = None) -> int:
     told = f"a checkpoint every {args.every} steps takes {{percent}}% of the time".format_map
     return program.measured(
         args,
-        "checkpoints",
         functools.partial(_step_ms, flags | {"--eval-batches": 1}),
         [*itertools.product(range(args.repeats), (args.every, steps))],
         clock | {"every": args.every, "count": args.count},
-        lambda run, row: f"a checkpoint every {run[1]} of {steps} steps: {row['ms']:.3f} ms a step",
-        checkpoint_share,
-        lambda report: [told(report)] if "percent" in report else [],
+        finish=checkpoint_share,
+        end=lambda report: [told(report)] if "percent" in report else [],
     )
 
 
@@ -599,11 +588,6 @@ def measure_decoding(job: Decoding) -> list[Row]:
     return rows
 
 
-def _decoded(job: Decoding, row: Row) -> str:
-    rate = f"{row['tokens_per_second']:,} tokens/s"
-    return f"{job}, batch {row['batch']}: {rate}, first after {row['ms_first']} ms"
-
-
 def decode(argv: Sequence[str] | None = None) -> int:
     """Runs ``python -m bench decode``."""
     args = program.parsed(
@@ -633,4 +617,4 @@ def decode(argv: Sequence[str] | None = None) -> int:
     about = program.clock(gpu, "wall-clock time of generating")
     about |= {"prompt": prompt, "tokens": tokens, "vocab": args.vocab}
     how = {"apart": True, "most": 1, "limit": args.limit}
-    return program.measured(args, "decode", measure_decoding, jobs, about, _decoded, **how)
+    return program.measured(args, measure_decoding, jobs, about, **how)
