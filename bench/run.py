@@ -15,7 +15,7 @@ import functools
 import gc
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,8 +33,7 @@ IMPLEMENTATIONS = {"mosaic": "mosaic", "xla": "xla", "auto": None, WITHOUT_TMA: 
 """Implementations of jaxkern, by the argument of the op."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A case to time, by its index, with an implementation and a number of calls."""
 
     index: int
@@ -60,57 +59,44 @@ def measure(job: Job) -> list[Row]:
     try:
         if isinstance(case, Step):
             measure = peers.measure_torch_step if peers.is_torch(name) else steps.measure
-            timed = measure(case, name, job.calls)
+            passes = measure(case, name, job.calls)
+        elif name in IMPLEMENTATIONS:
+            call: Any = functools.partial(case.call, implementation=IMPLEMENTATIONS[name])
+            with _lowering(name):
+                passes = peers.measure_jax(case, Arranged(call), job.calls)
         else:
             measure = peers.measure_torch if peers.is_torch(name) else peers.measure_jax
-            with _lowering(name):
-                timed = measure(case, _arranged(case, name), job.calls)
-        return [
-            _row(case, name, job.ceilings, direction, *told) for direction, told in timed.items()
-        ]
+            passes = measure(case, peers.arranged(case, name), job.calls)
+        return [_row(job, case, *of_pass) for of_pass in passes.items()]
     finally:
         jax.clear_caches()
         peers.forget()
         gc.collect()
 
 
-def _arranged(case: Case, name: str) -> Arranged:
-    if name not in IMPLEMENTATIONS:
-        return peers.arranged(case, name)
-    how: Any = IMPLEMENTATIONS[name]
-    return Arranged(functools.partial(case.call, implementation=how))
-
-
-def _row(
-    case: Case | Step,
-    implementation: str,
-    ceilings: timing.Ceilings,
-    direction: str,
-    timed: timing.Timing,
-    told: Row,
-) -> Row:
-    costs = case.costs
-    nbytes, operations = costs.get(direction) or map(sum, zip(*costs.values(), strict=True))
+def _row(job: Job, case: Case | Step, direction: str, told: tuple[timing.Timing, Row]) -> Row:
+    timed, rest = told
+    nbytes, operations = case.costs.get(direction) or map(
+        sum, zip(*case.costs.values(), strict=True)
+    )
     rate, products = 1e3 * nbytes / timed.median, 1e3 * operations / timed.median
+    us = zip(("us", "us_low", "us_high"), timed[:3], strict=True)
     return {
         "op": case.op,
         "shape": case.shape,
         "dtype": case.dtype,
-        "implementation": implementation,
+        "implementation": job.implementation,
         "direction": direction,
-        "us": round(timed.median * 1e3, 2),
-        "us_low": round(timed.low * 1e3, 2),
-        "us_high": round(timed.high * 1e3, 2),
+        **{name: round(ms * 1e3, 2) for name, ms in us},
         "calls": timed.calls,
         "gb_s": timing.short(rate / 1e9),
-        "percent": timing.short(100 * rate / ceilings.copy),
+        "percent": timing.short(100 * rate / job.ceilings.copy),
         "tflop_s": timing.short(products * 1e-12),
-        "percent_products": timing.short(100 * products / ceilings.products) if products else 0.0,
-        "compile_s": 0.0,
-        "first_call_s": 0.0,
+        "percent_products": timing.short(100 * products / (job.ceilings.products or 1)),
+        **dict.fromkeys(("compile_s", "first_call_s"), 0.0),
         "temp_bytes": 0,
         "kernels": dict(Counter(timed.kernels)),
-    } | told
+    } | rest
 
 
 _MOST = 4
@@ -150,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         names = sorted({f"{case.op} {case.shape}" for _, case in known})
         args.error(f"no such case; there are: {', '.join(names)}")
     operations = (of for case in chosen.values() for _, of in case.costs.values())
-    ceilings = timing.Ceilings.measured(any(operations))
+    ceilings = timing.ceilings(any(operations))
     about = program.clock(gpu, "device time (CUPTI), cold L2")
     about["copy_gb_s"] = round(ceilings.copy / 1e9, 1)
     if ceilings.products:

@@ -6,11 +6,10 @@ together are several times the L2 cache, so what a call reads comes from memory.
 is wall-clock time.
 """
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ FOOTPRINT = 512 << 20
 """Bytes that all arguments and results take together: over eight times an H200's L2 cache."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call, over many calls."""
+class Timing(NamedTuple):
+    """Milliseconds of one call, over many calls: the median, 10th and 90th percentiles."""
 
     median: float
     low: float
@@ -31,16 +29,9 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[float], kernels: Sequence[str] = ()) -> "Timing":
-        """Median and 10th and 90th percentiles."""
         ordered = sorted(times)
-        last = len(ordered) - 1
-        return cls(
-            median=statistics.median(ordered),
-            low=ordered[round(0.1 * last)],
-            high=ordered[round(0.9 * last)],
-            calls=len(ordered),
-            kernels=tuple(kernels),
-        )
+        low, high = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
+        return cls(statistics.median(ordered), low, high, len(ordered), tuple(kernels))
 
 
 Passes = dict[str, tuple[Timing, dict[str, Any]]]
@@ -140,22 +131,16 @@ def _measure_wall(
     return Timing.of(times)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """The best that the machine reaches.
+class Ceilings(NamedTuple):
+    """The best that the machine reaches."""
 
-    Attributes:
-      copy: bytes a second, read and written, of a copy.
-      products: operations a second of matrix products; 0 where they are not asked for.
-    """
+    copy: float  # bytes a second, read and written, of a copy
+    products: float  # operations a second of matrix products; 0 where they are not asked for
 
-    copy: float
-    products: float
 
-    @classmethod
-    def measured(cls, products: bool) -> "Ceilings":
-        """Measures both, or the copy alone."""
-        return cls(copy_bandwidth(), product_rate() if products else 0.0)
+def ceilings(products: bool) -> Ceilings:
+    """Measures both, or the copy alone."""
+    return Ceilings(copy_bandwidth(), product_rate() if products else 0.0)
 
 
 def product_rate() -> float:
