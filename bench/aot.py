@@ -299,11 +299,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"for {GPUS[gpu]}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
         faults += [f"{gpu}: {fault}" for fault in _on_generation(gpu, names, versions, args)]
     print(f"{time.perf_counter() - start:.0f} s")
-    for fault in faults:
-        print(f"bench.aot: {fault}", file=sys.stderr)
     if faults and not args.write:
-        print("bench.aot: if this is meant, run make matrix ARGS=--write", file=sys.stderr)
-    return 1 if faults else 0
+        faults.append("if this is meant, run make matrix ARGS=--write")
+    return status("aot", faults)
 
 
 def _on_generation(
@@ -351,6 +349,12 @@ def _on_generation(
         print(f"wrote {path}")
         return [*faults.values()]
     return [*faults.values(), *differences(was, now, (n for n in names if n not in faults))]
+
+
+def status(command: str, faults: Sequence[str]) -> int:
+    """The status of a command, whose faults it tells."""
+    print(*(f"bench.{command}: {fault}\n" for fault in faults), sep="", end="", file=sys.stderr)
+    return 1 if faults else 0
 
 
 def _newer(version: str, other: str) -> bool:

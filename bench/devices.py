@@ -119,9 +119,7 @@ def _train(job: Job, began: float) -> Row:
     flags["batch_size"] = sequences * axes.get("data", 1) * axes.get("fsdp", 1)
     config = TrainConfig.from_flags(flags | {"seq_len": length, "remat": job.remat})
     devices = jax.devices()[: math.prod(axes.values())]
-    shape = 1, config.batch_size, length + 1
-    windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    step, state = _first_step(config, devices, windows)
+    step, state = _first_step(config, devices)
     told: Row = {"first_step_s": round(time.perf_counter() - began, 1)}
     split = _gradients(config, devices, state) if job.check and mesh else None
 
@@ -135,13 +133,15 @@ def _train(job: Job, began: float) -> Row:
     if split is not None:
         del state
         alone = dataclasses.replace(config, mesh="")
-        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], windows)[1])
+        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1])[1])
         told["error"] = f"{_error(split, whole):.1e}"
     return _row(job, config.batch_size * length, len(devices), ms, **told)
 
 
-def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray) -> Any:
-    """A step of these windows (1, B, L + 1), state -> (state, metrics), and the state after it."""
+def _first_step(config: TrainConfig, devices: Sequence[Any]) -> Any:
+    """A step on random bytes, state -> (state, metrics), and the state after it."""
+    shape = 1, config.batch_size, config.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
     windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
@@ -262,9 +262,7 @@ def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
     flags = {"preset": preset, "batch_size": batch_size * count, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)
     keep_programs()
-    shape = 1, config.batch_size, config.seq_len + 1
-    windows = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
-    _first_step(config, jax.devices()[:count], windows)
+    _first_step(config, jax.devices()[:count])
     seconds = round(_age(), 1)
     told = {"first_step_s": seconds, "kernels_lowered": sum(kernel_call.lowerings.values())}
     return {"preset": preset, "devices": count, **told, "cache": cache}

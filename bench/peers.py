@@ -8,7 +8,6 @@ that of plain JAX, which a case has as ``plain(arrays, dout)``.
 import functools
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,6 @@ from bench import processes, timing
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.measured import Case, bytes_of, floating
-from bench.program import Row
 
 _MODULES = {
     "jax": "jax",
@@ -70,26 +68,6 @@ def arranged(case: Case, name: str) -> Arranged:
     return found if isinstance(found, Arranged) else Arranged(found)
 
 
-class _Program:
-    """A function compiled for arguments of some shapes."""
-
-    def __init__(self, f: Callable[..., Any], *shapes: Any):
-        start = time.perf_counter()
-        self.run = timing.compiled(f, *shapes)
-        self.compile_s = time.perf_counter() - start
-
-    def timed(self, sets: Any, calls: int) -> tuple[timing.Timing, Row]:
-        """Its time, and with what it takes to compile, the first call by itself."""
-        start = time.perf_counter()
-        jax.block_until_ready(self.run(*sets[0]))
-        first = time.perf_counter() - start
-        return timing.measure(self.run, sets, calls), {
-            "compile_s": round(self.compile_s, 2),
-            "first_call_s": timing.short(first),
-            "temp_bytes": getattr(self.run.memory_analysis(), "temp_size_in_bytes", 0),
-        }
-
-
 def measure_jax(case: Any, of: Arranged, calls: int) -> timing.Passes:
     """The forward, the backward from what the forward saves, and both in one program."""
 
@@ -113,13 +91,13 @@ def measure_jax(case: Any, of: Arranged, calls: int) -> timing.Passes:
     normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
     vjp = of_save = None
     with processes.compiling():
-        programs = {"forward": _Program(of.call, *shapes)}
+        programs = {"forward": timing.Program(of.call, *shapes)}
         make, cotangent = timing.compiled(case.arrays, key), timing.compiled(normal, key)
         if "both" in case.passes:
-            programs["both"] = _Program(both, shapes, out)
+            programs["both"] = timing.Program(both, shapes, out)
         if "backward" in case.passes:
             of_save, vjp = timing.compiled(save, shapes), jax.eval_shape(save, shapes)[1]
-            programs["backward"] = _Program(lambda vjp, dout: vjp(dout), vjp, out)
+            programs["backward"] = timing.Program(lambda vjp, dout: vjp(dout), vjp, out)
         plain, dout = _plain(case, given, out), out if with_gradients else None
         told = jax.eval_shape(both, shapes, out) if with_gradients else out
         compare = timing.compiled(differ, told, jax.eval_shape(case.plain, given, dout))

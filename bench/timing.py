@@ -38,9 +38,9 @@ Passes = dict[str, tuple[Timing, dict[str, Any]]]
 """By pass its time, and what else its row has."""
 
 
-def compiled(f: Callable[..., Any], *shapes: Any) -> Any:
+def compiled(f: Callable[..., Any], *shapes: Any, **how: Any) -> Any:
     """The program of `f` for arguments of these shapes."""
-    return jax.jit(f).lower(*shapes).compile()
+    return jax.jit(f, **how).lower(*shapes).compile()
 
 
 def error(got: jax.Array, want: jax.Array) -> jax.Array:
@@ -129,6 +129,24 @@ def _measure_wall(
         wait(program(*args))
         times.append((time.perf_counter() - start) * 1e3)
     return Timing.of(times)
+
+
+class Program:
+    """A function compiled for arguments of some shapes, by ``jax.jit(f, **how)``."""
+
+    def __init__(self, f: Callable[..., Any], *shapes: Any, **how: Any):
+        start = time.perf_counter()
+        self.run = compiled(f, *shapes, **how)
+        seconds, memory = time.perf_counter() - start, self.run.memory_analysis()
+        self.told = {"compile_s": round(seconds, 2)}
+        self.told["temp_bytes"] = getattr(memory, "temp_size_in_bytes", 0)
+
+    def timed(self, sets: Sequence[Any], calls: int) -> tuple[Timing, dict[str, Any]]:
+        """Its time, and what it takes to compile, and in the first call by itself."""
+        start = time.perf_counter()
+        jax.block_until_ready(self.run(*sets[0]))
+        first = short(time.perf_counter() - start)
+        return measure(self.run, sets, calls), self.told | {"first_call_s": first}
 
 
 class Ceilings(NamedTuple):
