@@ -15,6 +15,7 @@ GPU has to hold the whole batch.
 Each mesh is measured in a process of its own, one after the other.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -193,33 +194,20 @@ def _error(got: Any, want: Any) -> float:
     return max(norm(g - w) / norm(w) for g, w in pairs)
 
 
-def jobs(
-    count: int,
-    presets: Sequence[str],
-    meshes: Sequence[str],
-    gpu: bool,
-    sizes: Sequence[tuple[int, ...]] = (),
-    remat: str = "none",
-    check: bool = False,
-    ops: Sequence[str] = (),
-) -> list[Job]:
-    """Lists the measurements for `count` devices.
-
-    Those of steps and of ops; where they are given, of steps of these `sizes` and of these `ops`
-    alone.
-    """
-    usual, lengths = ((8, 2048), LENGTHS) if gpu else ((1, 16), (64,))
-    everything = not sizes and not ops
+def jobs(args: argparse.Namespace, gpu: bool, count: int) -> list[Job]:
+    """Lists steps and ops on `count` devices and on one: those that are named alone, if any are."""
+    size, lengths, known = ("8x2048", LENGTHS, SEQUENCES) if gpu else ("1x16", (64,), SMALL)
+    sizes = args.size or ([] if args.op else [size])
+    meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     training = [
-        Job(preset, of_step, mesh, remat, check)
-        for preset in presets
-        for of_step in (sizes or [usual][:everything])
+        Job(preset, tuple(map(int, size.split("x"))), mesh, args.remat, args.check)
+        for preset in args.preset or ["130m" if gpu else "micro"]
+        for size in sizes
         for mesh in ("none", *meshes)
     ]
     scans = [
-        Job(op, (1, length // parts, *of_op), mesh, check=length == lengths[0])
-        for op, of_op in (SEQUENCES if gpu else SMALL).items()
-        if op in ops or everything
+        Job(op, (1, length // parts, *(SEQUENCES | known)[op]), mesh, check=length == lengths[0])
+        for op in args.op or ([] if args.size else known)
         for length in lengths
         for mesh, parts in (
             ("none", count if op in IN_PARTS and length == lengths[-1] else 1),
@@ -311,14 +299,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     program.share_device(2, one=False)
     if args.check:  # memory for the whole batch, beside what the split step has left in pieces
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    gpu, count = timing.on_gpu(), jax.device_count()
-    meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
-    sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
-    presets = args.preset or (["130m"] if gpu else ["micro"])
+    gpu = timing.on_gpu()
     return program.measured(
         args,
         measure,
-        jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()),
+        jobs(args, gpu, jax.device_count()),
         program.clock(gpu, "wall-clock time of calls that wait in the devices' queues"),
         finish=lambda rows: {"rows": with_efficiency(rows)},
         apart=True,

@@ -1,5 +1,6 @@
 """Bench commands that train, decode and split models: short runs on a CPU, and their rows."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -187,15 +188,19 @@ def test_rows_of_meshes_have_their_efficiency():
 
 
 def test_sizes_and_ops_that_are_named_are_measured_alone():
-    named = lambda *sizes, **rest: devices.jobs(2, ["130m"], ["sequence=2"], True, sizes, **rest)
+    def named(**options):
+        given = {"preset": None, "size": None, "op": None, "remat": "none", "check": False}
+        args = argparse.Namespace(mesh=["sequence=2"], **given | options)
+        return devices.jobs(args, gpu=True, count=2)
+
     meshes = ("none", "sequence=2")
     steps = [devices.Job("130m", (1, 65536), mesh, "layer") for mesh in meshes]
-    assert named((1, 65536), remat="layer") == steps
+    assert named(size=["1x65536"], remat="layer") == steps
     lengths = [(length, mesh) for length in (65536, 524288) for mesh in meshes]
     scans = [f"ssd, 1x{length}x24x64x128x1, {mesh}" for length, mesh in lengths]
-    assert [str(job) for job in named(ops=["ssd"])] == scans
-    assert {job.what for job in named((8, 4096), ops=["ssd"])} == {"130m", "ssd"}
-    lengths = [(job.sizes[1], job.mesh) for job in named(ops=["gated_delta_rule"])]
+    assert [str(job) for job in named(op=["ssd"])] == scans
+    assert {job.what for job in named(size=["8x4096"], op=["ssd"])} == {"130m", "ssd"}
+    lengths = [(job.sizes[1], job.mesh) for job in named(op=["gated_delta_rule"])]
     long = [(262144, "none"), (524288, "sequence=2")]
     assert lengths == [(65536, "none"), (65536, "sequence=2"), *long]
 
