@@ -61,11 +61,6 @@ class Case:
         return self.of.result == ""
 
     @property
-    def of_plain_jax(self) -> bool:
-        """Whether plain JAX takes the options: logits it only has whole."""
-        return "memory" not in {**self.of.options, **self.at.options}
-
-    @property
     def sizes(self) -> dict[str, int]:
         """The size of each axis."""
         return self.of.sizes(self.at.sizes)

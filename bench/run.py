@@ -167,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _is_timed(case: Case | Step, name: str) -> bool:
     """Whether a name of ``--vs`` is of this case: not where it has something else to offer."""
-    if name == "xla":
-        return isinstance(case, Step) or case.of_plain_jax
+    if name == "xla":  # which has logits only whole
+        return isinstance(case, Step) or "memory" not in {**case.of.options, **case.at.options}
     return name not in peers.installed() or peers.has(case, name)
 
 
