@@ -1,23 +1,15 @@
 """Compiles every op for each generation of GPU, none of which is there, and compares.
 
-Down to ptxas, on a machine without a GPU (:mod:`bench.compilers`); nothing runs. Each op at each of
-its shapes in `bench.measured`, forward and backward, and on an H200 the training step of each
-preset of the language model, in bf16 and with 8 sequences a device, for 1, 8 and 64 GPUs, and that
-of one layer on meshes of them (`MESHES`), of which the guide tells what is exchanged. Kernels that
-an earlier program of the same process had are lowered again, which tells that they are the same,
-and not compiled again.
+Down to ptxas, on a machine without a GPU (:mod:`bench.compilers`); nothing runs. CONTRIBUTING.md
+says what is compiled, what of it is held against ``bench/results/aot-sm_90.json`` and the files of
+the other generations, and what is wrong. The training steps of one layer on meshes (`MESHES`) are
+those of which the guide tells what is exchanged: how many of each collective (one inside a loop
+counts once), and the bytes of their arrays, after a gather or before a scatter. Kernels that an
+earlier program of the same process had are lowered again, which tells that they are the same, and
+not compiled again.
 
-What each program tells is held against committed figures, ``bench/results/aot-sm_90.json`` and
-those of the other generations: the kernels, and the registers, spills and shared memory of each;
-which passes are plain JAX, as the GPU cannot take their kernels, and why; of training steps also
-memory of a device, how many of each collective there are (one inside a loop counts once), the bytes
-of their arrays, after a gather or before a scatter, and those that XLA writes without computing.
-
-Wrong is a kernel that spills and did not, one whose products ptxas serializes, a pass that is plain
-JAX and was not, a kernel that is missing or new, another number of collectives, and more than 2%
-more memory. With another version of JAX than the committed figures are from, only spills, passes in
-plain JAX and collectives count, and serialized products; ``--write`` notes them beside those
-figures. Seconds are those of this machine and never wrong.
+With another version of JAX than the committed figures are from, only spills, passes in plain JAX
+and collectives count, and serialized products; ``--write`` notes them beside those figures.
 """
 
 import argparse

@@ -1,18 +1,12 @@
 """Training steps and sequences split between several GPUs: ``python -m bench devices``.
 
-A training step is that of ``jaxkern train --mesh``, with as many sequences for each part of the
-batch, and as many tokens for each part of a sequence, as one GPU has (``--size``): without a mesh,
-and on meshes of all GPUs. A sequence is that of an op whose length is split between all GPUs,
-forward and backward in one program; ``none`` is the same on one, or of a long one a GPU's part.
-
-*Efficiency* is the tokens per second and GPU over those without a mesh. Steps and calls wait in the
-devices' queues, and the time is wall-clock, the best of three runs of ten, or of as many as take
-two seconds. *First step* counts from the start of the process. *Error* is that of the split results
-against those of one GPU, the largest of the relative errors, in the norm, of the result and the
-gradients; of a training step, with ``--check``, that of all its gradients together, for which one
-GPU has to hold the whole batch.
-
-Each mesh is measured in a process of its own, one after the other.
+The guide to many GPUs says what is measured. A training step has as many sequences for each part of
+the batch, and as many tokens for each part of a sequence, as one GPU has (``--size``). Steps and
+calls wait in the devices' queues, and the time is wall-clock, the best of three runs of ten, or of
+as many as take two seconds. *First step* counts from the start of the process. *Error* is that of
+the split results against those of one GPU, the largest of the relative errors, in the norm, of the
+result and the gradients; of a training step, with ``--check``, that of all its gradients together,
+for which one GPU has to hold the whole batch. Each mesh is measured in a process of its own.
 """
 
 import argparse

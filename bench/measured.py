@@ -52,7 +52,7 @@ class Case:
 
     @property
     def passes(self) -> Sequence[str]:
-        """Those that are timed."""
+        """The passes that are timed."""
         return self.of.passes if self.of.backward else ("forward",)
 
     @property

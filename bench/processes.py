@@ -117,7 +117,7 @@ def _attempt(f: Callable[..., Any], task: Task) -> Any:
 
 
 _folder: Path | None = None
-"""Where the locks are of the device that a process shares with others."""
+"""The folder of the locks of a device that a process shares with others."""
 
 
 @contextlib.contextmanager
