@@ -56,6 +56,11 @@ class Case:
         return self.of.passes if self.of.backward else ("forward",)
 
     @property
+    def drawn(self) -> bool:
+        """Whether the result is random, and another library's another one."""
+        return self.of.drawn
+
+    @property
     def with_gradients(self) -> bool:
         """Whether plain JAX tells them, too: of one number, as a loss is, which says little."""
         return self.of.result == ""
