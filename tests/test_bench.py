@@ -185,6 +185,55 @@ def test_a_mean_is_held_to_a_hundredth_of_other_errors():
     assert float(peers.error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
 
 
+class Tensor:
+    """A tensor of PyTorch that is an array of JAX, and knows of what function it is the result."""
+
+    requires_grad = False
+
+    def __init__(self, array, tape=None):
+        self.array, self.tape, self.ndim, self.nbytes = array, tape, array.ndim, array.nbytes
+        self.detach = self.clone = lambda: Tensor(array)
+        self.is_floating_point = lambda: jnp.issubdtype(array.dtype, jnp.floating)
+        self.is_complex = lambda: False
+
+    def requires_grad_(self):
+        self.requires_grad = True
+        return self
+
+
+def fake_torch():
+    """As much of PyTorch as the bench takes to time a function."""
+
+    def grad(out, wanted, dout, retain_graph=False):
+        f, args = out.tape
+        grads = jax.vjp(f, *(t.array for t in args))[1](dout.array)
+        return [Tensor(g) for t, g in zip(args, grads, strict=True) if any(t is w for w in wanted)]
+
+    torch = types.ModuleType("torch")
+    torch.from_dlpack, torch.no_grad = Tensor, contextlib.nullcontext
+    torch.ones_like = lambda t: Tensor(jnp.ones_like(t.array))
+    torch.randn_like = lambda t: Tensor(jax.random.normal(jax.random.key(0), t.array.shape))
+    torch.autograd = types.SimpleNamespace(grad=grad)
+    nothing = ("synchronize", "reset_peak_memory_stats", "max_memory_allocated", "memory_allocated")
+    torch.cuda = types.SimpleNamespace(**dict.fromkeys(nothing, lambda: 0))
+    return torch
+
+
+def test_a_library_for_pytorch_is_timed_beside_plain_jax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda tensor: tensor.array)
+    norm = next(case for case in measured.cases(small=True) if case.op == "rms_norm")
+    for case, passes in (norm, ["forward", "both", "backward"]), (SMALL, ["forward", "both"]):
+        for factor in (1.0, 1.1):
+            f = lambda *a, factor=factor, case=case: factor * case.call(*a, implementation="xla")
+            of = Arranged(lambda *ts, f=f: Tensor(f(*(t.array for t in ts)), (f, ts)))
+            if factor == 1:
+                assert [*peers.measure_torch(case, of, 1)] == passes
+            else:
+                with pytest.raises(RuntimeError, match="against plain JAX"):
+                    peers.measure_torch(case, of, 1)
+
+
 @pytest.mark.compiled
 @pytest.mark.large
 @pytest.mark.needs("torch")
