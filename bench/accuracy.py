@@ -5,11 +5,10 @@ library's plain JAX (``implementation="xla"``), and as the plain expression that
 computed in that dtype (with XLA free, as it is by default, to keep more precision inside a fusion).
 The truth is the same expression of the same arguments in float64.
 
-An ulp is the distance between neighbouring numbers of the result's dtype at the true value; values
-below the root mean square of the true array count in ulps of that, so that a value near zero, a
-rest of terms that cancel, tells no more than the others. A correctly rounded result has errors of
-at most 0.5. On a CPU there are no kernels; ``--interpret`` runs them in Pallas's interpreter. Where
-an op has no kernels for a case, its own choice stands in their place.
+An ulp is the distance between neighbouring numbers of the result's dtype at the true value, or at
+the root mean square of the true array where that is larger: a value near zero, a rest of terms that
+cancel, tells no more than the others. A correctly rounded result has errors of at most 0.5. Without
+a GPU ``--interpret`` runs the kernels. An op without kernels for a case chooses by itself.
 """
 
 import contextlib
@@ -158,7 +157,6 @@ def main(argv: list[str] | None = None) -> int:
     with interpret_kernels() if interpret else contextlib.nullcontext():
         return program.measured(
             args,
-            "accuracy",
             measure,
             tasks,
             {"clock": "compiled kernels" if gpu else clock, "refused": []},

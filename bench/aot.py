@@ -1,23 +1,15 @@
 """Compiles every op for each generation of GPU, none of which is there, and compares.
 
-Down to ptxas, on a machine without a GPU (:mod:`bench.compilers`); nothing runs. Each op at each of
-its shapes in `bench.measured`, forward and backward, and on an H200 the training step of each
-preset of the language model, in bf16 and with 8 sequences a device, for 1, 8 and 64 GPUs, and that
-of one layer on meshes of them (`MESHES`), of which the guide tells what is exchanged. Kernels that
-an earlier program of the same process had are lowered again, which tells that they are the same,
-and not compiled again.
+Down to ptxas, on a machine without a GPU (:mod:`bench.compilers`); nothing runs. CONTRIBUTING.md
+says what is compiled, what of it is held against ``bench/results/aot-sm_90.json`` and the files of
+the other generations, and what is wrong. The training steps of one layer on meshes (`MESHES`) are
+those of which the guide tells what is exchanged: how many of each collective (one inside a loop
+counts once), and the bytes of their arrays, after a gather or before a scatter. Kernels that an
+earlier program of the same process had are lowered again, which tells that they are the same, and
+not compiled again.
 
-What each program tells is held against committed figures, ``bench/results/aot-sm_90.json`` and
-those of the other generations: the kernels, and the registers, spills and shared memory of each;
-which passes are plain JAX, as the GPU cannot take their kernels, and why; of training steps also
-memory of a device, how many of each collective there are (one inside a loop counts once), the bytes
-of their arrays, after a gather or before a scatter, and those that XLA writes without computing.
-
-Wrong is a kernel that spills and did not, one whose products ptxas serializes, a pass that is plain
-JAX and was not, a kernel that is missing or new, another number of collectives, and more than 2%
-more memory. With another version of JAX than the committed figures are from, only spills, passes in
-plain JAX and collectives count, and serialized products; ``--write`` notes them beside those
-figures. Seconds are those of this machine and never wrong.
+With another version of JAX than the committed figures are from, only spills, passes in plain JAX
+and collectives count, and serialized products; ``--write`` notes them beside those figures.
 """
 
 import argparse
@@ -122,20 +114,16 @@ def compiled(gpu: str, name: str) -> Row:
     of_step = isinstance(task, Training)
     lowered = _lowered_training(task, GPUS[gpu]) if of_step else _lowered_op(task, GPUS[gpu])
     told: Row = {"kernels": {}, "plain": dict(kernel_call.refused), "training": {}}
-    middle = time.perf_counter()
-    words = [f"lowered in {middle - start:.1f} s"]
+    every: list[Kernel] = []
     if "mosaic_gpu" in lowered.as_text():  # else all of it is XLA's
         result, text, kernels = _compiler(lowered)
         told["kernels"] = {n: [list(kernel) for kernel in of] for n, of in kernels.items()}
         every = [kernel for of in kernels.values() for kernel in of]
-        words += [f"compiled in {time.perf_counter() - middle:.1f} s", f"{len(every)} kernels"]
-        words += [f"{max((k.registers for k in every), default=0)} registers"]
-        words += [f"{sum(k.spills for k in every)} bytes spilled"]
         if of_step:
-            told["training"] = training = _training(result.memory_analysis(), text)
-            words += [_gib(training["memory"]), f"{_gib(training['copied'])} copied"]
-            words += [f"{n} {kind}" for kind, n in training["collectives"].items()]
-    return told | {"line": ", ".join(words)}
+            told["training"] = _training(result.memory_analysis(), text)
+    line = f"{time.perf_counter() - start:.1f} s, {len(every)} kernels, at most "
+    line += f"{max((k.registers for k in every), default=0)} registers, "
+    return told | {"line": line + f"{sum(k.spills for k in every)} bytes spilled"}
 
 
 def _training(stats: Any, text: str) -> Row:
@@ -303,22 +291,19 @@ def main(argv: list[str] | None = None) -> int:
         print(f"for {GPUS[gpu]}, by JAX {versions['jax']}, ptxas {versions['ptxas']}", flush=True)
         faults += [f"{gpu}: {fault}" for fault in _on_generation(gpu, names, versions, args)]
     print(f"{time.perf_counter() - start:.0f} s")
-    for fault in faults:
-        print(f"bench.aot: {fault}", file=sys.stderr)
     if faults and not args.write:
-        print("bench.aot: if this is meant, run make matrix ARGS=--write", file=sys.stderr)
-    return 1 if faults else 0
+        faults.append("if this is meant, run make matrix ARGS=--write")
+    return status("aot", faults)
 
 
 def _on_generation(
     gpu: str, names: list[str], versions: dict[str, str], args: argparse.Namespace
 ) -> list[str]:
     """Compiles the tasks of these names for a GPU, compares or writes, and tells faults."""
-    path = path_of(GPUS[gpu])
-    if not path.exists() and not args.write:
+    path, was = path_of(GPUS[gpu]), held_for(GPUS[gpu])
+    if "jax" not in was and not args.write:
         return [f"{path} is missing"]
-    was = held_for(GPUS[gpu])
-    if not path.exists() or (args.write and _newer(versions["jax"], was["jax"])):
+    if args.write and _newer(versions["jax"], was.get("jax", "")):
         was = {"jax": versions["jax"], **{part: {} for part in PARTS}}
     other = was["jax"] != versions["jax"]
     if gpu != "h200":
@@ -356,6 +341,12 @@ def _on_generation(
         print(f"wrote {path}")
         return [*faults.values()]
     return [*faults.values(), *differences(was, now, (n for n in names if n not in faults))]
+
+
+def status(command: str, faults: Sequence[str]) -> int:
+    """The status of a command, whose faults it tells."""
+    print(*(f"bench.{command}: {fault}\n" for fault in faults), sep="", end="", file=sys.stderr)
+    return 1 if faults else 0
 
 
 def _newer(version: str, other: str) -> bool:

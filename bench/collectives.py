@@ -8,7 +8,6 @@ number of one is wrong, and ``--write`` renews the file. Nothing runs.
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -166,10 +165,8 @@ def main(argv: list[str] | None = None) -> int:
         faults += differences(was, now)
         if not args.only:
             faults += [f"{name}: is missing" for name in was if name not in names()]
-    for fault in faults:
-        print(f"bench.collectives: {fault}", file=sys.stderr)
     print(f"{len(now)} programs")
-    return 1 if faults else 0
+    return aot.status("collectives", faults)
 
 
 def exchanged(of_passes: Held) -> tuple[str, str]:

@@ -1,20 +1,15 @@
 """Training steps and sequences split between several GPUs: ``python -m bench devices``.
 
-A training step is that of ``jaxkern train --mesh``, with as many sequences for each part of the
-batch, and as many tokens for each part of a sequence, as one GPU has (``--size``): without a mesh,
-and on meshes of all GPUs. A sequence is that of an op whose length is split between all GPUs,
-forward and backward in one program; ``none`` is the same on one, or of a long one a GPU's part.
-
-*Efficiency* is the tokens per second and GPU over those without a mesh. Steps and calls wait in the
-devices' queues, and the time is wall-clock, the best of three runs of ten, or of as many as take
-two seconds. *First step* counts from the start of the process. *Error* is that of the split results
-against those of one GPU, the largest of the relative errors, in the norm, of the result and the
-gradients; of a training step, with ``--check``, that of all its gradients together, for which one
-GPU has to hold the whole batch.
-
-Each mesh is measured in a process of its own, one after the other.
+The guide to many GPUs says what is measured. A training step has as many sequences for each part of
+the batch, and as many tokens for each part of a sequence, as one GPU has (``--size``). Steps and
+calls wait in the devices' queues, and the time is wall-clock, the best of three runs of ten, or of
+as many as take two seconds. *First step* counts from the start of the process. *Error* is that of
+the split results against those of one GPU, the largest of the relative errors, in the norm, of the
+result and the gradients; of a training step, with ``--check``, that of all its gradients together,
+for which one GPU has to hold the whole batch. Each mesh is measured in a process of its own.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -62,16 +57,10 @@ SMALL = {"linear_scan": (8,)}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A measurement: a training step or an op, on a mesh.
+    """A measurement: a training step of a preset, or an op, on a mesh or on one device, ``none``.
 
-    Attributes:
-      what: a preset, or an op.
-      sizes: of the axes of an op; the sequences for each part of the batch, and the tokens for each
-        part of a sequence.
-      mesh: as ``--mesh`` has it, or for an op ``sequence=N``; ``none`` for one device.
-      remat: as ``--remat`` has it.
-      check: whether the gradients of a split step, or all that a split op gives, are compared with
-        those of one device.
+    The sizes are those of the axes of an op, or the sequences for each part of the batch, and the
+    tokens for each part of a sequence.
     """
 
     what: str
@@ -125,9 +114,7 @@ def _train(job: Job, began: float) -> Row:
     flags["batch_size"] = sequences * axes.get("data", 1) * axes.get("fsdp", 1)
     config = TrainConfig.from_flags(flags | {"seq_len": length, "remat": job.remat})
     devices = jax.devices()[: math.prod(axes.values())]
-    shape = 1, config.batch_size, length + 1
-    windows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-    step, state = _first_step(config, devices, windows)
+    step, state = _first_step(config, devices)
     told: Row = {"first_step_s": round(time.perf_counter() - began, 1)}
     split = _gradients(config, devices, state) if job.check and mesh else None
 
@@ -141,13 +128,15 @@ def _train(job: Job, began: float) -> Row:
     if split is not None:
         del state
         alone = dataclasses.replace(config, mesh="")
-        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1], windows)[1])
+        whole = _gradients(alone, devices[:1], _first_step(alone, devices[:1])[1])
         told["error"] = f"{_error(split, whole):.1e}"
     return _row(job, config.batch_size * length, len(devices), ms, **told)
 
 
-def _first_step(config: TrainConfig, devices: Sequence[Any], tokens: np.ndarray) -> Any:
-    """A step of these windows (1, B, L + 1), state -> (state, metrics), and the state after it."""
+def _first_step(config: TrainConfig, devices: Sequence[Any]) -> Any:
+    """A step on random bytes, state -> (state, metrics), and the state after it."""
+    shape = 1, config.batch_size, config.seq_len + 1
+    tokens = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
     windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
@@ -199,33 +188,20 @@ def _error(got: Any, want: Any) -> float:
     return max(norm(g - w) / norm(w) for g, w in pairs)
 
 
-def jobs(
-    count: int,
-    presets: Sequence[str],
-    meshes: Sequence[str],
-    gpu: bool,
-    sizes: Sequence[tuple[int, ...]] = (),
-    remat: str = "none",
-    check: bool = False,
-    ops: Sequence[str] = (),
-) -> list[Job]:
-    """Lists the measurements for `count` devices.
-
-    Those of steps and of ops; where they are given, of steps of these `sizes` and of these `ops`
-    alone.
-    """
-    usual, lengths = ((8, 2048), LENGTHS) if gpu else ((1, 16), (64,))
-    everything = not sizes and not ops
+def jobs(args: argparse.Namespace, gpu: bool, count: int) -> list[Job]:
+    """Lists steps and ops on `count` devices and on one: those that are named alone, if any are."""
+    size, lengths, known = ("8x2048", LENGTHS, SEQUENCES) if gpu else ("1x16", (64,), SMALL)
+    sizes = args.size or ([] if args.op else [size])
+    meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
     training = [
-        Job(preset, of_step, mesh, remat, check)
-        for preset in presets
-        for of_step in (sizes or [usual][:everything])
+        Job(preset, tuple(map(int, size.split("x"))), mesh, args.remat, args.check)
+        for preset in args.preset or ["130m" if gpu else "micro"]
+        for size in sizes
         for mesh in ("none", *meshes)
     ]
     scans = [
-        Job(op, (1, length // parts, *of_op), mesh, check=length == lengths[0])
-        for op, of_op in (SEQUENCES if gpu else SMALL).items()
-        if op in ops or everything
+        Job(op, (1, length // parts, *(SEQUENCES | known)[op]), mesh, check=length == lengths[0])
+        for op in args.op or ([] if args.size else known)
         for length in lengths
         for mesh, parts in (
             ("none", count if op in IN_PARTS and length == lengths[-1] else 1),
@@ -268,9 +244,7 @@ def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
     flags = {"preset": preset, "batch_size": batch_size * count, "mixed_precision": "bf16"}
     config = TrainConfig.from_flags(flags)
     keep_programs()
-    shape = 1, config.batch_size, config.seq_len + 1
-    windows = np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8)
-    _first_step(config, jax.devices()[:count], windows)
+    _first_step(config, jax.devices()[:count])
     seconds = round(_age(), 1)
     told = {"first_step_s": seconds, "kernels_lowered": sum(kernel_call.lowerings.values())}
     return {"preset": preset, "devices": count, **told, "cache": cache}
@@ -291,15 +265,12 @@ def first_step(argv: Sequence[str] | None = None) -> int:
         batch_size=(8, "sequences of a GPU"),
     )
     program.share_device(2, one=False)  # this process holds a device as well
-    told = "{first_step_s:5.1f} s, {kernels_lowered} kernels".format_map
     with tempfile.TemporaryDirectory() as folder:
         return program.measured(
             args,
-            "first-step",
             functools.partial(_first, args.batch_size, folder),
             [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
             {"clock": "wall-clock time of processes"},
-            lambda run, row: f"{run[0]:6} {run[1]} GPUs, cache {run[2]:6}: {told(row)}",
             apart=True,
             most=1,
         )
@@ -322,18 +293,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     program.share_device(2, one=False)
     if args.check:  # memory for the whole batch, beside what the split step has left in pieces
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    gpu, count = timing.on_gpu(), jax.device_count()
-    meshes = args.mesh or [f"{axis}={count}" for axis in AXES]
-    sizes = [tuple(map(int, size.split("x"))) for size in args.size or ()]
-    presets = args.preset or (["130m"] if gpu else ["micro"])
+    gpu = timing.on_gpu()
     return program.measured(
         args,
-        "devices",
         measure,
-        jobs(count, presets, meshes, gpu, sizes, args.remat, args.check, args.op or ()),
+        jobs(args, gpu, jax.device_count()),
         program.clock(gpu, "wall-clock time of calls that wait in the devices' queues"),
-        lambda job, row: f"{job}: {row['tokens_per_second']:,} tokens/s, {row['ms']:,} ms",
-        lambda rows: {"rows": with_efficiency(rows)},
+        finish=lambda rows: {"rows": with_efficiency(rows)},
         apart=True,
         most=1,
         limit=args.limit,

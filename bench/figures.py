@@ -90,11 +90,6 @@ class Line:
     figures: dict[str, Row]
 
     @property
-    def is_of_op(self) -> bool:
-        """Whether it is neither a model's nor a layer's."""
-        return self.op not in ("training", "decoding") and not self.op.endswith(" layer")
-
-    @property
     def own(self) -> Row | None:
         """The choice of ``None`` where it was timed, else the kernels."""
         return next((self.figures[n] for n in (CHOSEN, OURS, "jaxkern") if n in self.figures), None)
@@ -183,8 +178,9 @@ class Results:
     def best(self) -> dict[Key, Line]:
         """By op, shape, dtype and pass the lines of the GPU that most are of."""
         most = Counter(gpu for gpu, _ in self.lines).most_common(1)
-        ops = (at for at, line in self.lines.items() if at[0] == most[0][0] and line.is_of_op)
-        return {key: self.lines[gpu, key] for gpu, key in ops}
+        of_no_op = re.compile("training|decoding|.* layer")
+        lines = ((key, line) for (gpu, key), line in self.lines.items() if gpu == most[0][0])
+        return {key: line for key, line in lines if not of_no_op.fullmatch(line.op)}
 
     def line(self, op: str, shape: str, direction: str) -> Line | None:
         """The best line of an op's pass at a shape, in bf16 if any."""
@@ -200,11 +196,6 @@ class Results:
         }
         size = lambda at: ("mamba2" in at[0], found[at]["jaxkern"]["parameters"], at[1])
         return {at: found[at] for at in sorted(found, key=size)}
-
-    @property
-    def decodings(self) -> list[dict[str, Row]]:
-        """Rows of decoding by contender, for each preset and batch."""
-        return [line.figures for line in self.lines.values() if line.op == "decoding"]
 
     def newest(self) -> list[Row]:
         """The newest timing of each contender, by GPU, op, shape, dtype and pass, with its file."""

@@ -22,18 +22,18 @@ layer's input; in PyTorch, by how much the forward enlarges the memory in use, l
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench import processes, program, timing
+from bench import peers, processes, program, timing
+from bench.cases.peers import Arranged
 from bench.figures import CHOSEN
 from bench.measured import bytes_of
 from bench.program import Row
-from bench.timing import compiled
 from bench.train import jla_sizes, mamba_ssm_sizes
 from jaxkern.nn import delta_net, mamba2, remat
 from jaxkern.nn.common import Block
@@ -58,22 +58,23 @@ SHAPES = {"mamba2": ((8, 2048), (2, 8192))}
 SHAPES |= dict.fromkeys(("gdn", "kda"), ((8, 2048), (1, 16384)))
 """Sequences, and their length."""
 
-_TOLERANCE = 0.02
-"""The largest relative error: of a handful of roundings to bf16 in a row, each 2⁻⁹."""
-
 Call = Callable[[Any, Any], Any]
 """A layer: its parameters, and x (B, L, D) -> (B, L, D)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A layer to time, and by whom."""
+    """A layer to time, and by whom: a case of :mod:`bench.peers`, of weights and an input."""
 
     contender: str
     sizes: Any
     batch: int
     length: int
     calls: int
+
+    passes, with_gradients, drawn = ("forward", "both"), True, False
+    limit = 0.02
+    """The largest relative error: of a handful of roundings to bf16 in a row, each 2⁻⁹."""
 
     def __str__(self) -> str:
         of = f"{self.contender}, {self.block.name}, d_model {self.sizes.d_model}"
@@ -84,42 +85,44 @@ class Job:
         """The kind of block that has these sizes."""
         return next(block for block in BLOCKS if block.sizes is type(self.sizes))
 
-    def weights(self, key: Any) -> Any:
-        """The initial values of a block."""
+    def arrays(self, key: Any) -> tuple[Any, jax.Array]:
+        """The initial values of a block, and the input."""
         inits = self.block.initializers(self.sizes)
-        keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
+        *keys, last = jax.random.split(key, len(inits) + 1)
         dtype = lambda name: jnp.bfloat16 if name.endswith("_proj") else jnp.float32
-        drawn = {n: init(keys[n], shape, dtype(n)) for n, (init, shape) in inits.items()}
-        return self.block.weights_from(drawn)
-
-    def activations(self, key: Any) -> jax.Array:
-        """Input of the layer, or gradient of its output."""
+        every = zip(keys, inits.items(), strict=True)
+        drawn = {name: init(k, shape, dtype(name)) for k, (name, (init, shape)) in every}
         shape = (self.batch, self.length, self.sizes.d_model)
-        return jax.random.normal(key, shape, jnp.bfloat16)
+        return self.block.weights_from(drawn), jax.random.normal(last, shape, jnp.bfloat16)
+
+    def plain(self, arrays: Any, dout: Any) -> Any:
+        """The output of plain JAX, and the gradient of the input."""
+        out, vjp = jax.vjp(_own("xla", self), *arrays)
+        return out, vjp(dout)[1]
 
 
 # In JAX
 
 
-def _own(implementation: Any, job: Job) -> tuple[Callable[[Any], Any], Call]:
+def _own(implementation: Any, job: Job) -> Call:
     apply = job.block.apply
-    call = lambda weights, x: apply(weights, job.sizes, x, implementation=implementation)
-    return lambda weights: weights, call
+    return lambda weights, x: apply(weights, job.sizes, x, implementation=implementation)
 
 
-Arranged = tuple[Callable[[Any], Any], Callable[[Any], list[Any]], Callable[[Any], list[Any]]]
+OfJla = tuple[Callable[[Any], Any], Callable[[Any], list[Any]], Callable[[Any], list[Any]]]
 """A layer of another library from a key, its parameters, and the same from our weights."""
 
 
-def _jla(sizes: Any) -> tuple[Callable[[Any], Any], Call]:
+def _jla(sizes: Any) -> Arranged:
     import equinox as eqx
 
     make, parts, take = (_jla_mamba2 if isinstance(sizes, mamba2.Sizes) else _jla_delta)(sizes)
     layer = eqx.filter_eval_shape(make, jax.random.key(0))
-    return take, lambda params, x: eqx.tree_at(parts, layer, params)(x)
+    call = lambda params, x: eqx.tree_at(parts, layer, params)(x)
+    return Arranged(call, lambda weights, x: (take(weights), x), back=_of_input)
 
 
-def _jla_delta(sizes: Any) -> Arranged:
+def _jla_delta(sizes: Any) -> OfJla:
     """Gated DeltaNet or KDA, whose output gate has a bias there, and is left without."""
     import equinox as eqx
 
@@ -159,7 +162,7 @@ def _jla_delta(sizes: Any) -> Arranged:
     return make, parts, take
 
 
-def _jla_mamba2(sizes: mamba2.Sizes) -> Arranged:
+def _jla_mamba2(sizes: mamba2.Sizes) -> OfJla:
     ssm = importlib.import_module("jla.layers.ssm")
     config = importlib.import_module("jla.models.config").SSMConfig(**jla_sizes(sizes))
     make = lambda key: ssm.Mamba2(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
@@ -184,156 +187,104 @@ def _jla_mamba2(sizes: mamba2.Sizes) -> Arranged:
     return make, parts, take
 
 
-def _in_jax(job: Job) -> tuple[Callable[[Any], Any], Call]:
-    """A contender: how it arranges the block's weights, which is not timed; its layer."""
+def _of_input(*grads: Any) -> Sequence[Any]:
+    """The gradient of x, which is the last one."""
+    return grads[-1:]
+
+
+def arranged(job: Job) -> Arranged:
+    """The layer of a contender, and how it takes the block's weights."""
     if job.contender == "jla":
         return _jla(job.sizes)
+    if job.contender == "mamba_ssm":
+        return _of_mamba_ssm(job.sizes)
     if job.contender in POLICIES:
-        take, call = _own(None, job)
-        return take, jax.checkpoint(call, policy=POLICIES[job.contender])
-    return _own(None if job.contender == CHOSEN else job.contender, job)
+        call = jax.checkpoint(_own(None, job), policy=POLICIES[job.contender])
+        return Arranged(call, back=_of_input)
+    return Arranged(_own(None if job.contender == CHOSEN else "xla", job), back=_of_input)
 
 
-def _both(call: Call) -> Callable[..., Any]:
+def kept(call: Call, one: int, params: Any, x: Any) -> int:
+    """Bytes kept for the backward, from what two layers need beyond the bytes of `one`."""
+
     def both(params: Any, x: Any, dout: Any) -> Any:
-        out, vjp = jax.vjp(call, params, x)
-        dparams, dx = vjp(dout)
-        return out, dx, dparams
+        two = lambda params, x: call(params[1], call(params[0], x))
+        out, vjp = jax.vjp(two, params, x)
+        return out, vjp(dout)
 
-    return both
-
-
-def _kept(call: Call, one: Any, params: Any, x: Any) -> int:
-    """Bytes kept for the backward, from what two layers need beyond `one`, both compiled."""
-    two = lambda params, x: call(params[1], call(params[0], x))
-    both = compiled(_both(two), (params, params), x, x)
-    temporary = lambda program: program.memory_analysis().temp_size_in_bytes
-    return temporary(both) - temporary(one) - bytes_of(x)
-
-
-def _measure_jax(job: Job) -> Row:
-    take, call = _in_jax(job)
-    key = jax.random.key(0)
-    weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
-    params = jax.eval_shape(take, weights)
     with processes.compiling():
-        make, draw = compiled(job.weights, key), compiled(job.activations, key)
-        arrange, forward = compiled(take, weights), compiled(call, params, x)
-        both = compiled(_both(call), params, x, x)
-        kept = _kept(call, both, params, x)
-        plain = _plain(job, weights, x)
-    with processes.alone():
-        weights = make(key)
-        params = arrange(weights)
-        sets = [(params, draw(k), draw(d)) for k, d in _keys(x)]
-        _check(both(*sets[0])[:2], plain(weights, *sets[0][1:])[:2])
-        timed = timing.measure(forward, [of[:2] for of in sets], job.calls)
-        return _row(job, kept, timed, timing.measure(both, sets, job.calls))
-
-
-def _plain(job: Job, weights: Any, x: Any) -> Any:
-    """Plain JAX's result and gradients, compiled without a search, as nobody times them."""
-    lowered = jax.jit(_both(_own("xla", job)[1])).lower(weights, x, x)
-    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-    return lowered.compile(compiler_options=options if timing.on_gpu() else None)
-
-
-def _keys(x: Any) -> Iterator[Any]:
-    """Keys of an input and of a gradient, for as many sets of both as the cache is to miss."""
-    sets = timing.sets_needed(2 * bytes_of(x))
-    return iter(jax.random.split(jax.random.key(1), (sets, 2)))
-
-
-def _check(got: Any, want: Any) -> None:
-    """No speed from a wrong result."""
-    for name, g, w in zip(("output", "gradient"), got, want, strict=True):
-        timing.agrees(name, timing.error(g, w), _TOLERANCE)
+        program = timing.compiled(both, (params, params), x, x)
+    return program.memory_analysis().temp_size_in_bytes - one - bytes_of(x)
 
 
 # In PyTorch
 
 
-def _of_mamba_ssm(sizes: mamba2.Sizes, weights: mamba2.Weights) -> Any:
-    """Its layer, with these weights."""
+def _of_mamba_ssm(sizes: mamba2.Sizes) -> Arranged:
     import torch  # pyright: ignore[reportMissingImports]
 
     if importlib.util.find_spec("causal_conv1d") is None:
         raise RuntimeError("causal_conv1d is not installed, without which its layer is slower")
     make = importlib.import_module("mamba_ssm.modules.mamba2").Mamba2
     layer = make(sizes.d_model, **mamba_ssm_sizes(sizes), device="cuda")
-    given = {name: torch.from_dlpack(a) for name, a in weights._asdict().items() if a is not None}
-    named = {
-        "in_proj.weight": given["in_proj"].t(),
-        "conv1d.weight": given["conv_weight"][:, None],
-        "conv1d.bias": given["conv_bias"],
-        "norm.weight": given["norm_weight"],
-        "out_proj.weight": given["out_proj"].t(),
-        **{name: given[name] for name in ("dt_bias", "A_log", "D")},
-    }
-    for name, parameter in layer.named_parameters():
-        parameter.data = named.pop(name).clone(memory_format=torch.contiguous_format)
-    return layer
+    names = [name for name, _ in layer.named_parameters()]
+
+    def take(weights: mamba2.Weights, x: Any) -> list[Any]:
+        given: Any = weights
+        named = {
+            "in_proj.weight": given.in_proj.t(),
+            "conv1d.weight": given.conv_weight[:, None],
+            "conv1d.bias": given.conv_bias,
+            "norm.weight": given.norm_weight,
+            "out_proj.weight": given.out_proj.t(),
+            **{name: getattr(given, name) for name in ("dt_bias", "A_log", "D")},
+        }
+        return [
+            *(named.pop(name).clone(memory_format=torch.contiguous_format) for name in names),
+            x,
+        ]
+
+    def call(*arrays: Any) -> Any:
+        *params, x = arrays
+        return torch.func.functional_call(layer, dict(zip(names, params, strict=True)), (x,))
+
+    back = lambda *grads: [grads[-1].contiguous()]
+    return Arranged(call, take, lambda out: out.contiguous(), back)
 
 
-def _measure_torch(job: Job) -> Row:
+def _kept_in_torch(job: Job, of: Arranged) -> int:
+    """Bytes by which the forward enlarges the memory in use, less its output."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    key = jax.random.key(0)
-    weights, x = jax.eval_shape(job.weights, key), jax.eval_shape(job.activations, key)
-    with processes.compiling():
-        make, draw = compiled(job.weights, key), compiled(job.activations, key)
-        plain = _plain(job, weights, x)
-        weights = jax.block_until_ready(make(key))
-        layer = _of_mamba_ssm(job.sizes, weights)
-        params = list(layer.parameters())
-
-        def tensor(key: Any) -> Any:
-            return torch.from_dlpack(jax.block_until_ready(draw(key))).requires_grad_()
-
-        def forward(x: Any, _: Any) -> Any:
-            with torch.no_grad():
-                return layer(x)
-
-        def both(x: Any, dout: Any) -> Any:
-            out = layer(x)
-            return out, *torch.autograd.grad(out, [x, *params], dout)
-
-        sets = [(tensor(k), tensor(d).detach()) for k, d in _keys(x)]
-    with processes.alone():  # as Triton chooses tiles by their times
-        got = [t.detach().contiguous() for t in both(*sets[0])[:2]]
-        torch.cuda.synchronize()
-        got = [jax.dlpack.from_dlpack(t) for t in got]
-        _check(got, plain(weights, *(jax.dlpack.from_dlpack(t.detach()) for t in sets[0]))[:2])
-        del got
-        before = torch.cuda.memory_allocated()
-        out = layer(sets[0][0])
-        kept = torch.cuda.memory_allocated() - before - out.nbytes
-        del out
-        wait = lambda _: torch.cuda.synchronize()
-        times = [timing.measure(f, sets, job.calls, wait) for f in (forward, both)]
-    return _row(job, kept, *times)
+    params = peers.tensors(of, jax.jit(job.arrays)(jax.random.key(0)))
+    before = torch.cuda.memory_allocated()
+    out = of.call(*params)
+    return torch.cuda.memory_allocated() - before - out.nbytes
 
 
 # The command
 
 
-def _row(job: Job, kept: int, forward: timing.Timing, both: timing.Timing) -> Row:
+def measure(job: Job) -> Row:
+    """The row of a job."""
+    of = arranged(job)
+    if job.contender == "mamba_ssm":
+        timed = peers.measure_torch(job, of, job.calls)
+        bytes_kept = _kept_in_torch(job, of)
+    else:
+        timed = peers.measure_jax(job, of, job.calls)
+        given = jax.eval_shape(job.arrays, jax.random.key(0))
+        bytes_kept = kept(of.call, timed["both"][1]["temp_bytes"], *jax.eval_shape(of.take, *given))
     return {
         "layer": job.block.name,
         "d_model": job.sizes.d_model,
         "batch": job.batch,
         "length": job.length,
         "implementation": job.contender,
-        "forward_us": round(1e3 * forward.median, 1),
-        "both_us": round(1e3 * both.median, 1),
-        "kept_mib": round(kept / 2**20, 1),
-        "kernels": len(both.kernels),
+        **{f"{d}_us": round(1e3 * timed[d][0].median, 1) for d in job.passes},
+        "kept_mib": round(bytes_kept / 2**20, 1),
+        "kernels": len(timed["both"][0].kernels),
     }
-
-
-def measure(job: Job) -> Row:
-    """The row of a job."""
-    return (_measure_torch if job.contender == "mamba_ssm" else _measure_jax)(job)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -361,5 +312,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not jobs:
         args.error("no layer has that --d-model")
     clock = program.clock(gpu, "device time (CUPTI)")
-    told = lambda job, row: f"{job}: {row['both_us']:,.0f} µs, forward and backward"
-    return program.measured(args, "layers", measure, jobs, clock, told, jobs=args.jobs)
+    return program.measured(args, measure, jobs, clock, jobs=args.jobs)

@@ -28,6 +28,12 @@ class Case:
     at: Shape
     models: tuple[str, ...] = ()
 
+    limit = 1e-2
+    """The largest relative error that is no wrong result."""
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape}"
+
     @property
     def op(self) -> str:
         """The op's public name."""
@@ -45,19 +51,19 @@ class Case:
         return self.at.dtype
 
     @property
-    def differentiated(self) -> bool:
-        """Whether there is a backward."""
-        return self.of.backward is not None
+    def passes(self) -> Sequence[str]:
+        """The passes that are timed."""
+        return self.of.passes if self.of.backward else ("forward",)
 
     @property
-    def scalar(self) -> bool:
-        """Whether the result is one number, as a loss is."""
+    def drawn(self) -> bool:
+        """Whether the result is random, and another library's another one."""
+        return self.of.drawn
+
+    @property
+    def with_gradients(self) -> bool:
+        """Whether plain JAX tells them, too: of one number, as a loss is, which says little."""
         return self.of.result == ""
-
-    @property
-    def of_plain_jax(self) -> bool:
-        """Whether plain JAX takes the options: logits it only has whole."""
-        return "memory" not in {**self.of.options, **self.at.options}
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,10 +77,10 @@ class Case:
     def call(self, *arrays: Any, implementation: Any) -> Any:
         return self.of.call(*arrays, implementation=implementation, **self.at.options)
 
-    def plain(self, *arrays: Any) -> Any:
-        """The results of plain JAX, and for a scalar, which says little, the gradients."""
+    def plain(self, arrays: Sequence[Any], _: Any) -> Any:
+        """The results of plain JAX, and perhaps the gradients; a loss is multiplied by 1."""
         call = functools.partial(self.call, implementation="xla")
-        if not self.scalar:
+        if not self.with_gradients:
             return call(*arrays)
         out, vjp = jax.vjp(call, *arrays)
         return out, floating(vjp(jax.numpy.ones_like(out)))
@@ -129,7 +135,7 @@ def passes(case: Case | Step) -> Callable[..., Any]:
         init, run = steps.program(case, "mosaic")
         return lambda *params: run(params, init(params), params)
     forward = functools.partial(case.call, implementation="mosaic")
-    if not case.differentiated:
+    if not case.of.backward:
         return forward
 
     def both(*arrays: Any) -> Any:
@@ -139,9 +145,9 @@ def passes(case: Case | Step) -> Callable[..., Any]:
     return both
 
 
-def floating(grads: Sequence[Any]) -> list[Any]:
+def floating(grads: Any) -> list[Any]:
     """The gradients, without those of integers, which are none."""
-    return [grad for grad in grads if grad.dtype != jax.dtypes.float0]
+    return [grad for grad in jax.tree.leaves(grads) if grad.dtype != jax.dtypes.float0]
 
 
 def bytes_of(arrays: Any) -> int:

@@ -1,7 +1,8 @@
-"""Times other libraries' kernels on the same cases, where they are installed.
+"""Times functions of JAX and of other libraries on the same cases, by their passes.
 
 Those of PyTorch get JAX's arrays without a copy, and are timed as JAX's are: by the durations of
-their kernels, with arguments that are not in the cache.
+their kernels, with arguments that are not in the cache. No speed from a wrong result: it must be
+that of plain JAX, which a case has as ``plain(arrays, dout)``.
 """
 
 import functools
@@ -11,11 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bench import processes, timing
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
-from bench.measured import Case, bytes_of
+from bench.measured import Case, bytes_of, floating
 
 _MODULES = {
     "jax": "jax",
@@ -66,34 +68,88 @@ def arranged(case: Case, name: str) -> Arranged:
     return found if isinstance(found, Arranged) else Arranged(found)
 
 
-def measure_torch(
-    case: Case, name: str, calls: int, check: Callable[[Any, Any], None]
-) -> dict[str, tuple[timing.Timing, int]]:
-    """Times of the case's passes in a library for PyTorch, and what both in one take of memory.
+def measure_jax(case: Any, of: Arranged, calls: int) -> timing.Passes:
+    """The forward, the backward from what the forward saves, and both in one program."""
 
-    Args:
-      case: what to compute.
-      name: whose kernels.
-      calls: timed calls of each pass.
-      check: raises if the first result is not the second, plain JAX's.
+    def save(arrays: Any) -> Any:
+        return jax.vjp(of.call, *arrays)
 
-    Returns:
-      By pass the time, and the bytes beside arguments and results that PyTorch's allocator gave
-      out at once: 0 of a pass alone, which leaves to the other one what it saves.
+    def both(arrays: Any, dout: Any) -> Any:
+        out, vjp = save(arrays)
+        # A loss ends what is differentiated: nothing is multiplied by 1.
+        one = lambda o, d: d if o.ndim else jnp.ones_like(o)
+        return out, floating(vjp(jax.tree.map(one, out, dout)))
+
+    def differ(got: Any, want: Any) -> Any:
+        return error((of.give(got[0]), of.back(*got[1])) if with_gradients else of.give(got), want)
+
+    with_gradients, key = case.with_gradients, jax.random.key(0)
+    given = jax.eval_shape(case.arrays, key)
+    shapes = tuple(jax.eval_shape(of.take, *given))
+    out = jax.eval_shape(of.call, *shapes)
+    keys = jax.random.split(key, timing.sets_needed(bytes_of((shapes, out))))
+    normal = lambda key: jax.tree.map(lambda o: jax.random.normal(key, o.shape, o.dtype), out)
+    vjp = of_save = None
+    with processes.compiling():
+        programs = {"forward": timing.Program(of.call, *shapes)}
+        make, cotangent = timing.compiled(case.arrays, key), timing.compiled(normal, key)
+        if "both" in case.passes:
+            programs["both"] = timing.Program(both, shapes, out)
+        if "backward" in case.passes:
+            of_save, vjp = timing.compiled(save, shapes), jax.eval_shape(save, shapes)[1]
+            programs["backward"] = timing.Program(lambda vjp, dout: vjp(dout), vjp, out)
+        plain, dout = _plain(case, given, out), out if with_gradients else None
+        told = jax.eval_shape(both, shapes, out) if with_gradients else out
+        compare = timing.compiled(differ, told, jax.eval_shape(case.plain, given, dout))
+    with processes.alone():
+        sets = [tuple(of.take(*make(k))) for k in keys]
+        with_dout = [(arrays, cotangent(k)) for arrays, k in zip(sets, keys, strict=True)]
+        arguments = {"forward": sets, "both": with_dout}
+        first = "both" if with_gradients else "forward"
+        got, dout = programs[first].run(*arguments[first][0]), with_dout[0][1]
+        want = plain(make(keys[0]), dout if with_gradients else None)
+        timing.agrees(str(case), compare(got, want), case.limit)
+        del got, want, dout
+        found = {d: programs[d].timed(arguments[d], calls) for d in arguments if d in programs}
+        if of_save:
+            saved = [(of_save(arrays)[1], dout) for arrays, dout in with_dout]
+            del sets, with_dout, arguments
+            found["backward"] = programs["backward"].timed(saved, calls)
+    return found
+
+
+def _plain(case: Any, given: Any, out: Any) -> Any:
+    """Plain JAX's results, compiled without a search, as nobody times them."""
+    lowered = jax.jit(case.plain).lower(given, out if case.with_gradients else None)
+    options = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    return lowered.compile(compiler_options=options if timing.on_gpu() else None)
+
+
+def error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
+    """The largest relative error of several results; if they are `drawn` apart, of their norms.
+
+    That of a scalar counts a hundredfold: a mean of many rows has little of each one's rounding.
+    """
+    errors = []
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        weight = 100 if w.ndim == 0 else 1
+        norms = (jnp.linalg.norm(v.astype(jnp.float32)) for v in (g, w))
+        errors.append(weight * (timing.error(*norms) if drawn else timing.error(g, w)))
+    return jnp.max(jnp.stack(errors))
+
+
+def measure_torch(case: Any, of: Arranged, calls: int) -> timing.Passes:
+    """The same of a library for PyTorch, and what both in one take of memory.
+
+    The bytes are those beside arguments and results that PyTorch's allocator gave out at once: 0 of
+    a pass alone, which leaves to the other one what it saves.
     """
     import torch  # pyright: ignore[reportMissingImports]
 
-    of = arranged(case, name)
     timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
 
-    def tensors(arrays: Any) -> list[Any]:
-        arrays = jax.block_until_ready(arrays)
-        taken = [_differentiable(t) for t in of.take(*map(torch.from_dlpack, arrays))]
-        torch.cuda.synchronize()  # copies are made before JAX has the arrays' memory again
-        return taken
-
     def cotangent(out: Any) -> Any:
-        return torch.ones_like(out) if case.scalar else torch.randn_like(out)
+        return torch.randn_like(out) if out.ndim else torch.ones_like(out)
 
     def forward(*args: Any) -> Any:
         with torch.no_grad():
@@ -111,28 +167,42 @@ def measure_torch(
     with processes.compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
-        first = [_differentiable(t.detach().clone()) for t in tensors(arrays)]
+        first = [_differentiable(t.detach().clone()) for t in tensors(of, arrays)]
         out = forward(*first)
-        of_both = both(cotangent(out), *first)
+        dout = cotangent(out)
+        of_both = both(dout, *first)
         torch.cuda.synchronize()
-        plain = jax.jit(lambda a: case.plain(*a)).lower(arrays).compile()
+        as_jax = functools.partial(jax.tree.map, jax.dlpack.from_dlpack)
+        given = as_jax(dout) if case.with_gradients else None
+        plain = _plain(case, arrays, given)
     with processes.alone():
         got = of.give(out)
-        if case.scalar:
+        if case.with_gradients:
             got = of.give(of_both[0]), list(of.back(*of_both[1]))
-        check(jax.tree.map(jax.dlpack.from_dlpack, got), plain(arrays))
-        size = bytes_of(arrays) + out.nbytes
-        del arrays, first, of_both, got
-        keys = jax.random.split(key, timing.sets_needed(size))
-        sets = [tuple(tensors(make(k))) for k in keys]
+        differ = jax.jit(functools.partial(error, drawn=case.drawn))
+        timing.agrees(str(case), differ(as_jax(got), plain(arrays, given)), case.limit)
+        keys = jax.random.split(key, timing.sets_needed(bytes_of(arrays) + out.nbytes))
+        del arrays, first, of_both, got, given
+        sets = [tuple(tensors(of, make(k))) for k in keys]
         douts = [cotangent(out) for _ in sets]
-        times = {"forward": (timed(forward, sets), 0)}
+        found: timing.Passes = {"forward": (timed(forward, sets), {})}
         with_dout = [(d, *args) for d, args in zip(douts, sets, strict=True)]
-        times["both"] = timed(both, with_dout), _temporary(lambda: both(*with_dout[0]))
-        if "backward" in case.of.passes:
+        of_both = timed(both, with_dout)
+        found["both"] = of_both, {"temp_bytes": _temporary(lambda: both(*with_dout[0]))}
+        if "backward" in case.passes:
             saved = [(of.call(*args), d, *args) for d, args in zip(douts, sets, strict=True)]
-            times["backward"] = timed(backward, saved), 0
-    return times
+            found["backward"] = timed(backward, saved), {}
+    return found
+
+
+def tensors(of: Arranged, arrays: Any) -> list[Any]:
+    """JAX's arrays as a library for PyTorch takes them."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    arrays = jax.block_until_ready(arrays)
+    taken = [_differentiable(t) for t in of.take(*jax.tree.map(torch.from_dlpack, arrays))]
+    torch.cuda.synchronize()  # copies are made before JAX has the arrays' memory again
+    return taken
 
 
 def _differentiable(tensor: Any) -> Any:
@@ -161,7 +231,7 @@ def forget() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_torch_step(step: Step, calls: int) -> timing.Timing:
+def measure_torch_step(step: Step, _: str, calls: int) -> timing.Passes:
     """Time of a step of PyTorch's fused AdamW."""
     import torch  # pyright: ignore[reportMissingImports]
 
@@ -175,4 +245,5 @@ def measure_torch_step(step: Step, calls: int) -> timing.Timing:
             {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
         ]
         optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, fused=True)
-        return timing.measure(optimizer.step, [()], calls, lambda _: torch.cuda.synchronize())
+        wait = lambda _: torch.cuda.synchronize()
+        return {"step": (timing.measure(optimizer.step, [()], calls, wait), {})}

@@ -61,11 +61,6 @@ def rows_of(axis: Any, labels: Sequence[str]) -> None:
     axis.grid(alpha=0.3)
 
 
-def legend(axis: Any, *entries: Any) -> None:
-    """Puts the legend beside the data."""
-    axis.legend(*entries, loc="center left", bbox_to_anchor=(1.02, 0.5))
-
-
 def family(rows: Mapping[str, Passes], out: Path) -> None:
     """Writes others' times over ours: a row for each shape, a panel for each pass."""
     plt, passes = pyplot(), ("forward", "backward", "both", "step")
@@ -98,7 +93,7 @@ def family(rows: Mapping[str, Passes], out: Path) -> None:
     rows_of(axes[0, 0], list(rows))
     for axis in axes[0, 1:]:
         axis.grid(alpha=0.3)
-    legend(axes[0, -1])
+    axes[0, -1].legend(loc="center left", bbox_to_anchor=(1.02, 0.5))  # beside the data
     save(figure, out)
 
 

@@ -3,13 +3,14 @@
 While XLA compiles it tries algorithms for products on the device, and so does Triton.
 """
 
-import collections
 import contextlib
+import fcntl
 import multiprocessing
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection
+from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -46,70 +47,60 @@ def each(
     if jobs == 1 and not apart:
         yield from ((task, _attempt(f, task)) for task in tasks)
         return
-    left, shared = collections.deque(tasks), Shared(SPAWN)
+    every: list[_Worker] = []
     idle: list[_Worker] = []
-    busy: dict[Any, _Worker] = {}
-    try:
-        while left or busy:
-            while left and len(busy) < jobs:
-                worker = idle.pop() if idle else _Worker(f, shared)
-                worker.begin(left.popleft(), limit)
-                busy[worker.pipe] = worker
-            ends = [worker.end for worker in busy.values() if worker.end is not None]
-            wait = max(0.0, min(ends) - time.monotonic()) if ends else None
-            ready = connection.wait(list(busy), wait)
-            pipe: Any = ready[0] if ready else min(busy, key=lambda pipe: busy[pipe].end or 0)
-            worker = busy.pop(pipe)
-            result = worker.result() if ready else Failed(f"not done within {limit:.0f} s")
-            if result is _ENDED or not ready:  # perhaps while it had the device: all begin again
-                for other in (worker, *busy.values(), *idle):
-                    other.process.kill()
-                left.extendleft(other.task for other in busy.values())
-                shared, idle, busy = Shared(SPAWN), [], {}
-                worker.process.join()
-                if result is _ENDED:
-                    result = Failed(f"its process ended with status {worker.process.exitcode}")
-            elif worker.done == most:
+
+    def attempt(task: Task) -> Any:
+        worker = idle.pop() if idle else _Worker(f, Path(folder))
+        every.append(worker)
+        result = worker.result(task, limit)
+        if worker.done == most:
+            worker.end()
+        elif worker.process.is_alive():
+            idle.append(worker)
+        return result
+
+    with tempfile.TemporaryDirectory() as folder, futures.ThreadPoolExecutor(jobs) as threads:
+        task_of = {threads.submit(attempt, task): task for task in tasks}
+        try:
+            for done in futures.as_completed(task_of):
+                yield task_of[done], done.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for worker in every:
                 worker.process.kill()
-                worker.process.join()
-            else:
-                idle.append(worker)
-            yield worker.task, result
-    finally:
-        for worker in (*busy.values(), *idle):
-            worker.process.kill()
-
-
-_ENDED = object()
 
 
 class _Worker:
     """A process that does tasks, one after the other."""
 
-    def __init__(self, f: Callable[..., Any], shared: "Shared"):
+    def __init__(self, f: Callable[..., Any], folder: Path):
         self.pipe, theirs = SPAWN.Pipe()
-        self.process = SPAWN.Process(target=_work, args=(f, theirs, shared), daemon=True)
+        self.process = SPAWN.Process(target=_work, args=(f, theirs, folder), daemon=True)
         self.process.start()
         theirs.close()
-        self.task: Task = ()
-        self.end: float | None = None
         self.done = 0
 
-    def begin(self, task: Task, limit: float | None) -> None:
-        self.task, self.end = task, None if limit is None else time.monotonic() + limit
-        self.pipe.send(task)
-
-    def result(self) -> Any:
+    def result(self, task: Task, limit: float | None) -> Any:
         self.done += 1
         try:
-            return self.pipe.recv()
+            self.pipe.send(task)
+            if self.pipe.poll(limit):
+                return self.pipe.recv()
         except (EOFError, ConnectionError):
-            return _ENDED
+            self.process.join()
+            return Failed(f"its process ended with status {self.process.exitcode}")
+        self.end()
+        return Failed(f"not done within {limit:.0f} s")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
-def _work(f: Callable[..., Any], pipe: Any, shared: "Shared") -> None:
-    global _shared
-    _shared = shared
+def _work(f: Callable[..., Any], pipe: Any, folder: Path) -> None:
+    global _folder
+    _folder = folder
     while True:
         pipe.send(_attempt(f, pipe.recv()))
 
@@ -125,52 +116,35 @@ def _attempt(f: Callable[..., Any], task: Task) -> Any:
             jax.clear_caches()
 
 
-def alone() -> Any:
-    """A context in which the device is this process's own."""
-    return _shared or contextlib.nullcontext()
+_folder: Path | None = None
+"""The folder of the locks of a device that a process shares with others."""
 
 
-def compiling() -> Any:
-    """A context in which programs are compiled, and others compile theirs."""
-    return _shared.compiling() if _shared else contextlib.nullcontext()
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """The device is this process's own; who waits for it goes before those who compile."""
+    with locked("turn", fcntl.LOCK_EX), locked("use", fcntl.LOCK_EX):
+        yield
 
 
-class Shared:
-    """A context in which the device is its process's own; who waits for it goes before compilers.
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Programs are compiled, as others may at the same time."""
+    with locked("turn", fcntl.LOCK_SH):
+        pass
+    with locked("use", fcntl.LOCK_SH):
+        yield
 
-    Args:
-      context: of ``multiprocessing``, in which the processes start.
-    """
 
-    def __init__(self, context: Any):
-        self._changed = context.Condition()
-        self._compiling, self._waiting, self._taken = (context.RawValue("i", 0) for _ in range(3))
-
-    def __enter__(self) -> None:
-        with self._changed:
-            self._waiting.value += 1
-            self._changed.wait_for(lambda: not self._compiling.value and not self._taken.value)
-            self._waiting.value -= 1
-            self._taken.value = 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._taken.value = 0
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """A context in which programs are compiled, as others may at the same time."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._waiting.value and not self._taken.value)
-            self._compiling.value += 1
+@contextlib.contextmanager
+def locked(name: str, how: int) -> Iterator[None]:
+    """Holds a lock, as :func:`fcntl.flock` knows it, which ends with its process at the latest."""
+    if _folder is None:
+        yield
+        return
+    with (_folder / name).open("w") as file:
+        fcntl.flock(file, how)
         try:
             yield
         finally:
-            with self._changed:
-                self._compiling.value -= 1
-                self._changed.notify_all()
-
-
-_shared: Shared | None = None
-"""The device of a process that shares it with others."""
+            fcntl.flock(file, fcntl.LOCK_UN)  # also for processes that were forked meanwhile

@@ -74,17 +74,22 @@ def parsed(
             how |= {"type": given} if isinstance(given, type) else {"default": given}
             how.setdefault("type", type(given))
         p.add_argument(f"--{name.replace('_', '-')}", help=told, **how)
-    p.set_defaults(error=p.error)
+    p.set_defaults(error=p.error, result=result)
     return p.parse_args(argv)
+
+
+def numbers(job: Any, row: Row) -> str:
+    """The line for a row of a job: all numbers of it."""
+    told = (f"{key} {value:,}" for key, value in row.items() if isinstance(value, (int, float)))
+    return f"{job}: {', '.join(told)}"
 
 
 def measured(
     args: argparse.Namespace,
-    result: str,
     measure: Callable[[Any], Row | list[Row]],
     work: Sequence[Any],
     about: Row,
-    tell: Callable[[Any, Row], str],
+    tell: Callable[[Any, Row], str] = numbers,
     finish: Callable[[list[Row]], Row] = lambda rows: {"rows": rows},
     end: Callable[[Row], Sequence[str]] = lambda report: (),
     **how: Any,
@@ -94,8 +99,7 @@ def measured(
     A run that is stopped keeps its rows.
 
     Args:
-      args: with ``commit`` and ``out`` of :func:`parsed`.
-      result: the end of the file's name.
+      args: of :func:`parsed`, with the end of the file's name.
       measure: gives the row of a job, or its rows; a function of a module.
       work: what to measure, no two alike; ``str`` names one.
       about: what the report has besides: the clock, settings.
@@ -108,6 +112,9 @@ def measured(
       The command's status: 1 where a job failed, which the report has, too.
     """
     report = machine(args.commit) | about | {"failed": [], "rows": []}
+    device = str(report["device"]).lower().replace(" ", "-")
+    out = args.out or RESULTS / f"{device}-{args.result}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[Any, Any] = dict.fromkeys(work, Failed("the run was stopped"))
     for (job,), rows in each(measure, [(job,) for job in work], **how):
         found[job] = [rows] if isinstance(rows, dict) else rows
@@ -117,7 +124,7 @@ def measured(
         report["failed"] = [f"{job}: {v}" for job, v in found.items() if isinstance(v, Failed)]
         done = [row for rows in found.values() if not isinstance(rows, Failed) for row in rows]
         report |= finish(done) if done else {}
-        out = write(report, args.out, result)
+        out.write_text(json.dumps(report, indent=1) + "\n")
     print(*end(report), f"wrote {out}", sep="\n")
     return 1 if report["failed"] else 0
 
@@ -145,7 +152,7 @@ def machine(commit: str) -> Row:
 
     return {
         "device": jax.devices()[0].device_kind,
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": _output("nvidia-smi --query-gpu=driver_version --format=csv,noheader"),
         "jax": jax.__version__,
         "jaxkern": jaxkern.__version__,
         "commit": commit or tree(),
@@ -155,27 +162,14 @@ def machine(commit: str) -> Row:
 
 def tree() -> str:
     """The commit of this tree, with a word where files differ from it."""
-    commit = _output("git", "rev-parse", "--short=12", "HEAD")
-    if not commit:
-        return "unknown"
-    return commit + ("+changes" if _output("git", "status", "--porcelain") else "")
+    changes = "+changes" if _output("git status --porcelain") else ""
+    return (_output("git rev-parse --short=12 HEAD") or "unknown") + changes
 
 
-def _output(*command: str) -> str:
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=FOLDER)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return run.stdout.strip().splitlines()[0] if run.stdout.strip() else ""
-
-
-def write(report: Row, out: Path | None, result: str) -> Path:
-    """Writes a report of :func:`machine`'s to `out`, or to where the `result` of its device is."""
-    device = str(report["device"]).lower().replace(" ", "-")
-    out = out or RESULTS / f"{device}-{result}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    return out
+def _output(command: str) -> str:
+    """The first line of what a command prints; nothing where it fails or is not there."""
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=FOLDER)
+    return "" if run.returncode else run.stdout.partition("\n")[0]
 
 
 def with_lines(report: Row) -> str:

@@ -131,8 +131,9 @@ def _slower_ops(results: Results) -> str:
         way = "both ways in one program" if line.direction == "both" else line.direction
         by = name_of(line.fastest or "")
         told[f"{way} beside {by}"].append(f"`{line.op}` {line.speedup:.2f}×")
-    rates = ({n: row["tokens_per_second"] for n, row in by.items()} for by in results.decodings)
-    ratios = sorted(by["jaxkern"] / by["mamba_ssm"] for by in rates)
+    rate = lambda line, name: line.figures[name]["tokens_per_second"]
+    decoded = [line for line in results.lines.values() if line.op == "decoding"]
+    ratios = sorted(rate(line, "jaxkern") / rate(line, "mamba_ssm") for line in decoded)
     text = (
         f"Slower, each op at its worst shape: decoding {ratios[0]:.2f}–{ratios[-1]:.2f}× "
         f"mamba_ssm; {'; '.join(f'{how} {", ".join(ops)}' for how, ops in told.items())} "

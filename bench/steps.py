@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +69,8 @@ def program(step: Step, name: str) -> tuple[Callable[..., Any], Callable[..., An
     return init, run
 
 
-def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, int]:
-    """Time of a step, seconds to compile it, and bytes it needs beside arguments and results.
+def measure(step: Step, name: str, calls: int) -> timing.Passes:
+    """Time of a step, with what it takes to compile and the bytes beside arguments and results.
 
     No speed from a wrong step: the change of a small tree must be that of plain JAX.
 
@@ -86,9 +85,7 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
     with processes.compiling():
         draws = {s: normal_of_shape.lower(key, s, step.dtype).compile() for s in set(step.shapes)}
         begin = timing.compiled(init, shapes)
-        start = time.perf_counter()
-        compiled = jax.jit(in_place, donate_argnums=(0, 1)).lower(shapes, states, shapes).compile()
-        seconds = time.perf_counter() - start
+        program_of = timing.Program(in_place, shapes, states, shapes, donate_argnums=(0, 1))
         change = changes_of(step, name), changes_of(step, "xla")
     draw = lambda key, shape, _: draws[shape](key)
     with processes.alone():
@@ -99,11 +96,10 @@ def measure(step: Step, name: str, calls: int) -> tuple[timing.Timing, float, in
         del params
 
         def advance() -> Any:
-            held[:] = compiled(*held, grads)
+            held[:] = program_of.run(*held, grads)
             return held[0]
 
-        timed = timing.measure(advance, [()], calls)
-    return timed, seconds, getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0)
+        return {"step": (timing.measure(advance, [()], calls), program_of.told)}
 
 
 def changes_of(step: Step, name: str) -> Callable[[], jax.Array]:

@@ -6,11 +6,10 @@ together are several times the L2 cache, so what a call reads comes from memory.
 is wall-clock time.
 """
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,8 @@ FOOTPRINT = 512 << 20
 """Bytes that all arguments and results take together: over eight times an H200's L2 cache."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one call, over many calls."""
+class Timing(NamedTuple):
+    """Milliseconds of one call, over many calls: the median, 10th and 90th percentiles."""
 
     median: float
     low: float
@@ -31,21 +29,18 @@ class Timing:
 
     @classmethod
     def of(cls, times: Sequence[float], kernels: Sequence[str] = ()) -> "Timing":
-        """Median and 10th and 90th percentiles."""
         ordered = sorted(times)
-        last = len(ordered) - 1
-        return cls(
-            median=statistics.median(ordered),
-            low=ordered[round(0.1 * last)],
-            high=ordered[round(0.9 * last)],
-            calls=len(ordered),
-            kernels=tuple(kernels),
-        )
+        low, high = (ordered[round(part * (len(ordered) - 1))] for part in (0.1, 0.9))
+        return cls(statistics.median(ordered), low, high, len(ordered), tuple(kernels))
 
 
-def compiled(f: Callable[..., Any], *shapes: Any) -> Any:
+Passes = dict[str, tuple[Timing, dict[str, Any]]]
+"""By pass its time, and what else its row has."""
+
+
+def compiled(f: Callable[..., Any], *shapes: Any, **how: Any) -> Any:
     """The program of `f` for arguments of these shapes."""
-    return jax.jit(f).lower(*shapes).compile()
+    return jax.jit(f, **how).lower(*shapes).compile()
 
 
 def error(got: jax.Array, want: jax.Array) -> jax.Array:
@@ -58,6 +53,11 @@ def agrees(what: str, error: Any, limit: float = 1e-2) -> None:
     """No speed from a wrong result: raises where its relative error is `limit` or more."""
     if not float(error) < limit:
         raise RuntimeError(f"{what}: relative error {float(error):.1e} against plain JAX")
+
+
+def short(value: float) -> float:
+    """`value` to four digits, however small it is on a slow or busy machine."""
+    return float(f"{value:.4g}")
 
 
 def on_gpu() -> bool:
@@ -131,22 +131,34 @@ def _measure_wall(
     return Timing.of(times)
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
-    """The best that the machine reaches.
+class Program:
+    """A function compiled for arguments of some shapes, by ``jax.jit(f, **how)``."""
 
-    Attributes:
-      copy: bytes a second, read and written, of a copy.
-      products: operations a second of matrix products; 0 where they are not asked for.
-    """
+    def __init__(self, f: Callable[..., Any], *shapes: Any, **how: Any):
+        start = time.perf_counter()
+        self.run = compiled(f, *shapes, **how)
+        seconds, memory = time.perf_counter() - start, self.run.memory_analysis()
+        self.told = {"compile_s": round(seconds, 2)}
+        self.told["temp_bytes"] = getattr(memory, "temp_size_in_bytes", 0)
 
-    copy: float
-    products: float
+    def timed(self, sets: Sequence[Any], calls: int) -> tuple[Timing, dict[str, Any]]:
+        """Its time, and what it takes to compile, and in the first call by itself."""
+        start = time.perf_counter()
+        jax.block_until_ready(self.run(*sets[0]))
+        first = short(time.perf_counter() - start)
+        return measure(self.run, sets, calls), self.told | {"first_call_s": first}
 
-    @classmethod
-    def measured(cls, products: bool) -> "Ceilings":
-        """Measures both, or the copy alone."""
-        return cls(copy_bandwidth(), product_rate() if products else 0.0)
+
+class Ceilings(NamedTuple):
+    """The best that the machine reaches."""
+
+    copy: float  # bytes a second, read and written, of a copy
+    products: float  # operations a second of matrix products; 0 where they are not asked for
+
+
+def ceilings(products: bool) -> Ceilings:
+    """Measures both, or the copy alone."""
+    return Ceilings(copy_bandwidth(), product_rate() if products else 0.0)
 
 
 def product_rate() -> float:

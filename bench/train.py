@@ -56,7 +56,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ from jaxkern.lm.step import compiler_options, loss_fn, make_model
 from jaxkern.nn import mamba2
 from jaxkern.precision import Policy
 
-OTHERS = ("jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "jla", "mamba_ssm")
+CONTENDERS = ("jaxkern", "jaxkern-remat", "jaxkern-loop", "xla", "xla-loop", "jla", "mamba_ssm")
 _PEERS = ("jla", "mamba_ssm", "transformers")
 _RATE, _BETAS, _DECAY = 1e-3, (0.9, 0.95), 0.1
 BATCHES = 4
@@ -84,25 +84,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model to train, and the library that does it.
-
-    Attributes:
-      contender: who trains it.
-      preset: the model's shape.
-      length: tokens a sequence.
-      tokens: a step, at most; at least one sequence.
-      steps: to time.
-      warmup: steps before them.
-      vocab_size: tokens that there are, where not the preset's.
-    """
+    """A model to train, and by whom: `length` tokens a sequence, at most `tokens` a step."""
 
     contender: str
     preset: str
     length: int
     tokens: int
     steps: int
-    warmup: int
     vocab_size: int | None = None
+    warmup: int = 3
 
     def __str__(self) -> str:
         return f"{self.contender}, {self.name}, length {self.length}"
@@ -110,8 +100,7 @@ class Job:
     @property
     def name(self) -> str:
         """The model's."""
-        vocabulary = "" if self.vocab_size is None else f", vocabulary {self.vocab_size:,}"
-        return f"{self.preset}{vocabulary}"
+        return self.preset + (f", vocabulary {self.vocab_size:,}" if self.vocab_size else "")
 
     @property
     def model(self) -> ModelConfig:
@@ -123,33 +112,22 @@ class Job:
         return max(1, self.tokens // self.length)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """A model that is ready to train.
-
-    Attributes:
-      batch: sequences a step.
-      parameters: how many.
-      step: starts step i, and returns what to `wait` for.
-      wait: until a step has ended.
-      loss: of a step that has ended.
-      told: after all steps, what else belongs in the row.
-    """
+class Trainer(NamedTuple):
+    """A model that is ready to train, in batches of as many sequences."""
 
     batch: int
     parameters: int
-    step: Callable[[int], Any]
+    step: Callable[[int], Any]  # starts step i, and returns what to wait for, which has the loss
     wait: Callable[[Any], Any]
     loss: Callable[[Any], float]
-    told: Callable[[], Row]
+    told: Callable[[], Row]  # after all steps, what else belongs in the row
 
 
 def draw(job: Job, batch: int) -> list[np.ndarray]:
     """Batches of windows (batch, length + 1), int32."""
     weights = 1 / np.arange(1, job.model.vocab_size + 1)
-    rng = np.random.default_rng(0)
+    rng, p = np.random.default_rng(0), weights / weights.sum()
     shape = (batch, job.length + 1)
-    p = weights / weights.sum()
     return [rng.choice(len(p), shape, p=p).astype(np.int32) for _ in range(BATCHES)]
 
 
@@ -295,15 +273,12 @@ def of_torch(job: Job) -> Trainer:
     import torch  # pyright: ignore[reportMissingImports]
 
     model = mamba_ssm_model(job.model, torch.float32)
-    matrices = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
-    groups = [
-        {
-            "params": [p for name, p in model.named_parameters() if matrices(name, p) == decayed],
-            "weight_decay": _DECAY if decayed else 0.0,
-        }
-        for decayed in (True, False)
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=_RATE, betas=_BETAS, fused=True)
+    is_matrix = lambda name, p: p.ndim > 1 and not name.endswith("A_log")
+    groups: dict[bool, list[Any]] = {True: [], False: []}
+    for name, p in model.named_parameters():
+        groups[is_matrix(name, p)].append(p)
+    decays = [{"params": of, "weight_decay": _DECAY * is_of} for is_of, of in groups.items()]
+    optimizer = torch.optim.AdamW(decays, lr=_RATE, betas=_BETAS, fused=True)
     batches = [torch.from_numpy(windows).cuda().long() for windows in draw(job, job.batch)]
     first_step: list[float] = []
 
@@ -329,14 +304,9 @@ def of_torch(job: Job) -> Trainer:
         "compile_s": round(first_step[0], 1),
         "versions": versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
     }
-    return Trainer(
-        batch=job.batch,
-        parameters=sum(p.numel() for p in model.parameters()),
-        step=advance,
-        wait=lambda handle: handle[0].synchronize(),
-        loss=lambda handle: float(handle[1]),
-        told=told,
-    )
+    wait, loss = (lambda handle: handle[0].synchronize()), (lambda handle: float(handle[1]))
+    parameters = sum(p.numel() for p in model.parameters())
+    return Trainer(job.batch, parameters, advance, wait, loss, told)
 
 
 def versions(*names: str) -> str:
@@ -395,18 +365,9 @@ def measure(job: Job) -> Row:
     }
 
 
-def found_peers(names: Sequence[str]) -> list[str]:
-    """Returns the contenders that can run here."""
-    return [n for n in names if n not in _PEERS or importlib.util.find_spec(n)]
-
-
-def _told(job: Job, row: Row) -> str:
-    return (
-        f"{job.contender:10} {job.name:6}{row['batch']:4} × {job.length:<6}"
-        f"{row['tokens_per_second']:10,} tokens/s {row['ms']:9.1f} ms"
-        f" {row['peak_gib'] or 0:7.2f} GiB  compiled in {row['compile_s']:.1f} s"
-        f"  loss {row['first_loss']:.2f} → {row['last_loss']:.2f}"
-    )
+def found_peers(names: Sequence[str]) -> str:
+    """The contenders that can run here, comma-separated."""
+    return ",".join(n for n in names if n not in _PEERS or importlib.util.find_spec(n))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -416,35 +377,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "lm",
         preset=([str], "the model's shape (130m; without a GPU tiny)"),
         length=([int], "tokens of a sequence (2048; without a GPU 64)"),
-        vs=(",".join(found_peers(OTHERS)), "whom to train beside, comma-separated"),
-        only=(str, "contenders, comma-separated, where not jaxkern and --vs"),
+        only=(found_peers(CONTENDERS), "contenders, comma-separated"),
         tokens=(int, "a step (16384; without a GPU 512)"),
         vocab=(int, "tokens that there are, where not the preset's"),
-        steps=(20, "to time"),
-        steps_xla=(10, "to time on plain JAX"),
-        warmup=(3, "steps before them, at least one"),
+        steps=(20, "to time; on plain JAX half of them"),
         limit=(480.0, "seconds for a contender"),
     )
     program.share_device(2)  # this process trains nothing, and of the others one at a time
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
-    names = args.only.split(",") if args.only else ["jaxkern", *filter(None, args.vs.split(","))]
+    tokens = args.tokens or (16384 if gpu else 512)
+    steps = lambda name: args.steps // 2 if name.startswith("xla") else args.steps
     jobs = [
-        Job(
-            contender=name,
-            preset=preset,
-            length=length,
-            tokens=args.tokens or (16384 if gpu else 512),
-            steps=args.steps_xla if name.startswith("xla") else args.steps,
-            warmup=max(1, args.warmup),
-            vocab_size=args.vocab,
-        )
+        Job(name, preset, length, tokens, steps(name), args.vocab)
         for preset in args.preset or ["130m" if gpu else "tiny"]
         for length in args.length or [2048 if gpu else 64]
-        for name in names
+        for name in args.only.split(",")
     ]
-    clock, how = program.clock(gpu, "wall-clock time of steps"), {"apart": True, "most": 1}
-    return program.measured(args, "lm", measure, jobs, clock, _told, limit=args.limit, **how)
+    clock = program.clock(gpu, "wall-clock time of steps")
+    return program.measured(args, measure, jobs, clock, apart=True, most=1, limit=args.limit)
 
 
 # Time that checkpoints cost
@@ -505,35 +456,23 @@ def checkpoints(argv: list[str] | None = None) -> int:
     told = f"a checkpoint every {args.every} steps takes {{percent}}% of the time".format_map
     return program.measured(
         args,
-        "checkpoints",
         functools.partial(_step_ms, flags | {"--eval-batches": 1}),
         [*itertools.product(range(args.repeats), (args.every, steps))],
         clock | {"every": args.every, "count": args.count},
-        lambda run, row: f"a checkpoint every {run[1]} of {steps} steps: {row['ms']:.3f} ms a step",
-        checkpoint_share,
-        lambda report: [told(report)] if "percent" in report else [],
+        finish=checkpoint_share,
+        end=lambda report: [told(report)] if "percent" in report else [],
     )
 
 
 # Decoding
 
-DECODERS = ("jaxkern-bf16", "mamba_ssm", "transformers")
+DECODERS = ("jaxkern", "jaxkern-bf16", "mamba_ssm", "transformers")
 _PRECISIONS = {"jaxkern": "fp32", "jaxkern-bf16": "params=bfloat16,compute=bfloat16,output=float32"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A model to decode, and the library that does it.
-
-    Attributes:
-      contender: who decodes.
-      preset: the model's shape, but for the vocabulary.
-      vocab_size: tokens that there are.
-      batches: prompts at once.
-      prompt: tokens of each.
-      tokens: decoded after the first, a multiple of 16.
-      repeats: times that are taken of each batch.
-    """
+    """A model to decode, and by whom: `tokens`, a multiple of 16, after prompts and one token."""
 
     contender: str
     preset: str
@@ -612,8 +551,7 @@ def _peak(job: Decoding) -> float | None:
 
 def measure_decoding(job: Decoding) -> list[Row]:
     """Decodes, and returns a row for each batch."""
-    of = {"mamba_ssm": decoder_of_torch, "transformers": decoder_of_torch}
-    decode, told = of.get(job.contender, decoder_of_jax)(job)
+    decode, told = (decoder_of_jax if job.contender in _PRECISIONS else decoder_of_torch)(job)
     rng = np.random.default_rng(0)
     rows = []
     for batch in job.batches:
@@ -631,28 +569,23 @@ def measure_decoding(job: Decoding) -> list[Row]:
             seconds(length)
         first = statistics.median(seconds(1) for _ in range(job.repeats))
         whole = [seconds(1 + job.tokens) for _ in range(job.repeats)]
-        ms = lambda whole, first=first: round(1e3 * (whole - first) / job.tokens, 3)
-        step = (statistics.median(whole) - first) / job.tokens
+        ms = [1e3 * (s - first) / job.tokens for s in whole]
+        step = statistics.median(ms)
         rows.append(
             {
                 "preset": job.preset,
                 "batch": batch,
                 "by": job.contender,
-                "tokens_per_second": round(batch / step),
-                "ms_step": ms(statistics.median(whole)),
-                "ms_low": ms(min(whole)),
-                "ms_high": ms(max(whole)),
+                "tokens_per_second": round(1e3 * batch / step),
+                "ms_step": round(step, 3),
+                "ms_low": round(min(ms), 3),
+                "ms_high": round(max(ms), 3),
                 "ms_first": round(1e3 * first, 2),
                 "peak_gib": _peak(job),
                 "versions": told,
             }
         )
     return rows
-
-
-def _decoded(job: Decoding, row: Row) -> str:
-    rate = f"{row['tokens_per_second']:,} tokens/s"
-    return f"{job}, batch {row['batch']}: {rate}, first after {row['ms_first']} ms"
 
 
 def decode(argv: Sequence[str] | None = None) -> int:
@@ -663,7 +596,7 @@ def decode(argv: Sequence[str] | None = None) -> int:
         "decode",
         preset=([str], "the model's shape (130m, mamba2-130m, 370m; without a GPU micro)"),
         batch=([int], "prompts at once (1, 8, 64)"),
-        vs=(",".join(found_peers(DECODERS)), "who decodes beside, comma-separated"),
+        only=(found_peers(DECODERS), "contenders, comma-separated"),
         vocab=(50280, "tokens that there are"),
         prompt=(int, "tokens of a prompt (128; without a GPU 16)"),
         tokens=(int, "to time, a multiple of 16 (128; without a GPU 16)"),
@@ -679,9 +612,9 @@ def decode(argv: Sequence[str] | None = None) -> int:
     jobs = [
         Decoding(name, preset, args.vocab, batches, prompt, tokens, args.repeats)
         for preset in args.preset or (["130m", "mamba2-130m", "370m"] if gpu else ["micro"])
-        for name in ("jaxkern", *filter(None, args.vs.split(",")))
+        for name in args.only.split(",")
     ]
     about = program.clock(gpu, "wall-clock time of generating")
     about |= {"prompt": prompt, "tokens": tokens, "vocab": args.vocab}
     how = {"apart": True, "most": 1, "limit": args.limit}
-    return program.measured(args, "decode", measure_decoding, jobs, about, _decoded, **how)
+    return program.measured(args, measure_decoding, jobs, about, **how)

@@ -1,8 +1,8 @@
 """What the bench measures and refuses: ops beside peers, optimizers' steps, and errors in ulp."""
 
 import contextlib
+import fcntl
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -164,7 +164,7 @@ def test_products_are_beside_their_ceiling(tmp_path, capsys):
 
 
 @pytest.mark.exhaustive
-def test_a_loss_is_timed_with_its_gradient(monkeypatch):
+def test_a_loss_is_timed_with_its_gradient():
     """And one that is off by little, or has no gradient, is a wrong result."""
 
     def measured(change):
@@ -172,18 +172,66 @@ def test_a_loss_is_timed_with_its_gradient(monkeypatch):
         loss = SMALL.of.peers["jax"]()
         call = lambda x, w, labels: loss(change(x), w.T, labels)
         take, back = (lambda x, w, labels: (x, w.T, labels)), (lambda dx, dw: (dx, dw.T))
-        monkeypatch.setattr(peers, "arranged", lambda *_: Arranged(call, take, back=back))
-        return run.measure_case(SMALL, "jax", timing.Ceilings(1e9, 1e9), calls=1)
+        return peers.measure_jax(SMALL, Arranged(call, take, back=back), calls=1)
 
-    assert [row["direction"] for row in measured(lambda x: x)] == ["forward", "both"]
+    assert [*measured(lambda x: x)] == ["forward", "both"]
     for change in (jax.lax.stop_gradient, lambda x: 1.1 * x):
         with pytest.raises(RuntimeError, match="against plain JAX"):
             measured(change)
 
 
 def test_a_mean_is_held_to_a_hundredth_of_other_errors():
-    assert float(run._error(jnp.float32(2.001), jnp.float32(2))) == pytest.approx(0.05, 1e-2)
-    assert float(run._error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
+    assert float(peers.error(jnp.float32(2.001), jnp.float32(2))) == pytest.approx(0.05, 1e-2)
+    assert float(peers.error(jnp.full(3, 2.001), jnp.full(3, 2.0))) == pytest.approx(5e-4, 1e-2)
+
+
+class Tensor:
+    """A tensor of PyTorch that is an array of JAX, and knows of what function it is the result."""
+
+    requires_grad = False
+
+    def __init__(self, array, tape=None):
+        self.array, self.tape, self.ndim, self.nbytes = array, tape, array.ndim, array.nbytes
+        self.detach = self.clone = lambda: Tensor(array)
+        self.is_floating_point = lambda: jnp.issubdtype(array.dtype, jnp.floating)
+        self.is_complex = lambda: False
+
+    def requires_grad_(self):
+        self.requires_grad = True
+        return self
+
+
+def fake_torch():
+    """As much of PyTorch as the bench takes to time a function."""
+
+    def grad(out, wanted, dout, retain_graph=False):
+        f, args = out.tape
+        grads = jax.vjp(f, *(t.array for t in args))[1](dout.array)
+        return [Tensor(g) for t, g in zip(args, grads, strict=True) if any(t is w for w in wanted)]
+
+    torch = types.ModuleType("torch")
+    torch.from_dlpack, torch.no_grad = Tensor, contextlib.nullcontext
+    torch.ones_like = lambda t: Tensor(jnp.ones_like(t.array))
+    torch.randn_like = lambda t: Tensor(jax.random.normal(jax.random.key(0), t.array.shape))
+    torch.autograd = types.SimpleNamespace(grad=grad)
+    nothing = ("synchronize", "reset_peak_memory_stats", "max_memory_allocated", "memory_allocated")
+    torch.cuda = types.SimpleNamespace(**dict.fromkeys(nothing, lambda: 0))
+    return torch
+
+
+def test_a_library_for_pytorch_is_timed_beside_plain_jax(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch())
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda tensor: tensor.array)
+    norm = next(case for case in measured.cases(small=True) if case.op == "rms_norm")
+    for case, passes in (norm, ["forward", "both", "backward"]), (SMALL, ["forward", "both"]):
+        for factor in (1.0, 1.1):
+            f = lambda *a, factor=factor, case=case: factor * case.call(*a, implementation="xla")
+            of = Arranged(lambda *ts, f=f: Tensor(f(*(t.array for t in ts)), (f, ts)))
+            if factor == 1:
+                assert [*peers.measure_torch(case, of, 1)] == passes
+            else:
+                with pytest.raises(RuntimeError, match="against plain JAX"):
+                    peers.measure_torch(case, of, 1)
 
 
 @pytest.mark.compiled
@@ -232,30 +280,32 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
         steps.measure(optim.steps(small=True)[0], "optax", 1)
 
 
-def test_who_times_is_alone_and_goes_before_those_who_compile():
-    shared = processes.Shared(multiprocessing.get_context("fork"))
+def test_who_times_is_alone_and_goes_before_those_who_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "_folder", tmp_path)
     order, started, asked = [], threading.Event(), threading.Event()
 
     def compile_first():
-        with shared.compiling():
+        with processes.compiling():
             started.set()
             asked.wait()
             order.append("compiled")
 
     def measure():
-        with shared:
+        with processes.alone():
             order.append("timed")
 
     def compile_later():
-        with shared.compiling():
+        with processes.compiling():
             order.append("compiled later")
 
     threads = [threading.Thread(target=f) for f in (compile_first, measure, compile_later)]
     threads[0].start()
     started.wait()
     threads[1].start()
-    while not shared._waiting.value:  # a compiler that asks now finds one that waits to time
-        time.sleep(0.001)
+    with contextlib.suppress(BlockingIOError):  # a compiler that asks now finds one that waits
+        while True:
+            with processes.locked("turn", fcntl.LOCK_SH | fcntl.LOCK_NB):
+                time.sleep(0.001)
     threads[2].start()
     asked.set()
     for thread in threads:

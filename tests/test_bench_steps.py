@@ -1,5 +1,6 @@
 """Bench commands that train, decode and split models: short runs on a CPU, and their rows."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from bench import devices, layers, processes, train
+from bench.cases import case
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
 
@@ -28,8 +30,13 @@ def memory_for_all(monkeypatch):
 @pytest.mark.parametrize(
     ("command", "words", "by", "absent"),
     [
-        (train.main, "--preset micro --length 16 --tokens 64 --vs", "contender", "length 16"),
-        (train.decode, "--preset micro --batch 2 --vocab 300 --vs", "by", ""),
+        (
+            train.main,
+            "--preset micro --length 16 --tokens 64 --only jaxkern,",
+            "contender",
+            "length 16",
+        ),
+        (train.decode, "--preset micro --batch 2 --vocab 300 --only jaxkern,", "by", ""),
         (
             layers.main,
             "--layer mamba2 --calls 2 --only auto,jaxkern-scan,",
@@ -181,15 +188,19 @@ def test_rows_of_meshes_have_their_efficiency():
 
 
 def test_sizes_and_ops_that_are_named_are_measured_alone():
-    named = lambda *sizes, **rest: devices.jobs(2, ["130m"], ["sequence=2"], True, sizes, **rest)
+    def named(**options):
+        given = {"preset": None, "size": None, "op": None, "remat": "none", "check": False}
+        args = argparse.Namespace(mesh=["sequence=2"], **given | options)
+        return devices.jobs(args, gpu=True, count=2)
+
     meshes = ("none", "sequence=2")
     steps = [devices.Job("130m", (1, 65536), mesh, "layer") for mesh in meshes]
-    assert named((1, 65536), remat="layer") == steps
+    assert named(size=["1x65536"], remat="layer") == steps
     lengths = [(length, mesh) for length in (65536, 524288) for mesh in meshes]
     scans = [f"ssd, 1x{length}x24x64x128x1, {mesh}" for length, mesh in lengths]
-    assert [str(job) for job in named(ops=["ssd"])] == scans
-    assert {job.what for job in named((8, 4096), ops=["ssd"])} == {"130m", "ssd"}
-    lengths = [(job.sizes[1], job.mesh) for job in named(ops=["gated_delta_rule"])]
+    assert [str(job) for job in named(op=["ssd"])] == scans
+    assert {job.what for job in named(size=["8x4096"], op=["ssd"])} == {"130m", "ssd"}
+    lengths = [(job.sizes[1], job.mesh) for job in named(op=["gated_delta_rule"])]
     long = [(262144, "none"), (524288, "sequence=2")]
     assert lengths == [(65536, "none"), (65536, "sequence=2"), *long]
 
@@ -245,10 +256,10 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
 def test_another_result_is_refused(monkeypatch):
     def wrong(implementation, job):
         factor = 1.0 if implementation == "xla" else 1.5
-        return lambda weights: weights, lambda weights, x: factor * x
+        return lambda weights, x: factor * x
 
     monkeypatch.setattr(layers, "_own", wrong)
-    with pytest.raises(RuntimeError, match=r"output: relative error 5.0e-01 against plain JAX"):
+    with pytest.raises(RuntimeError, match=r"2 × 16: relative error 5.0e-01 against plain JAX"):
         layers.measure(LAYER)
     assert layers.measure(dataclasses.replace(LAYER, contender="xla"))["both_us"] > 0
 
@@ -271,8 +282,9 @@ def test_bytes_kept_are_those_between_forward_and_backward():
     x = jax.ShapeDtypeStruct((2**14, 64), jnp.float32)
 
     def kept(call):
-        one = jax.jit(layers._both(call)).lower(w, x, x).compile()
-        return layers._kept(call, one, w, x) / (x.size * 4)
+        both = lambda w, x, dout: case.result_and_gradients(call, (w, x), dout)
+        one = jax.jit(both).lower(w, x, x).compile().memory_analysis().temp_size_in_bytes
+        return layers.kept(call, one, w, x) / (x.size * 4)
 
     wide = lambda w, x: jnp.sin(x @ w) * (x @ jnp.cos(w))
     for call, copies in ((lambda w, x: x @ w), 0), (wide, 2), (jax.checkpoint(wide), 0):

@@ -42,14 +42,14 @@ def _load(path: str) -> Any:
     return functools.reduce(getattr, name.split("."), importlib.import_module(module))
 
 
+def _of(path: str, adapt: Callable[[Any], Any]) -> Callable[[], Any]:
+    """Makes what `adapt` gives of the function at `path`."""
+    return lambda: adapt(_load(path))
+
+
 def _at(path: str, *after: Any, **named: Any) -> Callable[[], Any]:
     """Makes the function at `path`, with these arguments behind the arrays."""
-
-    def make() -> Any:
-        f = _load(path)
-        return lambda *arrays: f(*arrays, *after, **named)
-
-    return make
+    return _of(path, lambda f: lambda *arrays: f(*arrays, *after, **named))
 
 
 def _product(x: Any, w: Any) -> Any:
@@ -73,17 +73,6 @@ def _accumulated_by_hand(x: Any, dout: Any) -> Any:
     return jax.lax.scan(add, jnp.zeros((x.shape[2], dout.shape[2])), (x, dout))[0]
 
 
-def _fla_gated() -> Any:
-    norm = _load("fla.modules.norm.fused_norm_gate:rms_norm_gated")
-    return lambda x, w, gate: norm(x, gate, w, None, eps=1e-6)
-
-
-def _fla_scan() -> Any:
-    """HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that."""
-    scan = _load("fla.ops.hgrn:chunk_hgrn")
-    return Arranged(lambda log_decay, x: scan(x, log_decay)[0], lambda decay, x: [decay.log(), x])
-
-
 def _turned(x: Any) -> Any:
     """(B, L, D) as (B, D, L), or the other way round, in memory too."""
     return x.transpose(1, 2).contiguous()
@@ -101,21 +90,6 @@ def _mamba_scan() -> Any:
 
     scan = _load("mamba_ssm.ops.selective_scan_interface:selective_scan_fn")
     return Arranged(functools.partial(scan, delta_softplus=True), take, _turned)
-
-
-def _jla_scan() -> Any:
-    scan = _load("jla.ops:linear_attention")
-    return lambda x, dt, A, B, C, D, z, dt_bias: scan(
-        "mamba1", C, B, x, dt=dt, a=A, d=D, z=z, dt_bias=dt_bias, dt_softplus=True
-    )[0]
-
-
-def _mamba_ssd() -> Any:
-    scan = _load("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined")
-    chunk = 256  # its own default
-    return lambda x, dt, A, B, C, D, dt_bias: scan(
-        x, dt, A, B, C, chunk, D=D, dt_bias=dt_bias, dt_softplus=True
-    )
 
 
 def _jla_ssd() -> Any:
@@ -183,11 +157,6 @@ def _mamba_conv() -> Any:
     return Arranged(call, lambda x, *rest: [_turned(x), *rest], _turned)
 
 
-def _mamba_gated() -> Any:
-    norm = _load("mamba_ssm.ops.triton.layernorm_gated:rmsnorm_fn")
-    return lambda x, w, gate: norm(x, w, None, z=gate, eps=1e-6)
-
-
 def _mamba_normed() -> Any:
     call = _at("mamba_ssm.ops.triton.layer_norm:layer_norm_linear_fn", None, eps=1e-5)()
     return Arranged(call, lambda *rest: [*rest[:-1], _flipped(rest[-1])])
@@ -214,98 +183,71 @@ def _jla_loss(name: str, total: str) -> Callable[[], Any]:
     return make
 
 
-def _liger_linear_loss() -> Any:
-    path = "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply"
-    f = _load(path)
-    return lambda x, w, labels: f(x, w, labels)[0]
+def _torch(name: str) -> Callable[[], Any]:
+    """Makes a formula of PyTorch's own functions."""
+
+    def make() -> Any:
+        import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
+
+        tanh, erf = (functools.partial(F.gelu, approximate=how) for how in ("tanh", "none"))
+        drop = functools.partial(F.dropout, p=RATE, training=True)
+        halves = lambda f: lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
+        gated = lambda x, gate, up: F.silu(x @ gate) * (x @ up)
+
+        def normalised(v: Any, eps: float) -> Any:
+            return v * (v.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+
+        def rms_norm(x: Any, w: Any) -> Any:
+            return (normalised(x.float(), 1e-6) * w).to(x.dtype)
+
+        def layer_norm(x: Any, w: Any, b: Any) -> Any:
+            v = x.float()
+            return (normalised(v - v.mean(-1, keepdim=True), 1e-5) * w + b).to(x.dtype)
+
+        def apart(x: Any, weight: Any, bias: Any, w: Any) -> Any:
+            return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)) @ w
+
+        return {
+            "rms_norm": rms_norm,
+            "layer_norm": layer_norm,
+            "linear": lambda x, w: x @ w,
+            "gated_linear_unit": gated,
+            "layer_norm_linear": lambda x, weight, bias, w: layer_norm(x, weight, bias) @ w,
+            "layer_norm_linear, apart": apart,
+            "mlp": lambda x, weight, bias, w, gate, up, down: (
+                x + gated(apart(x, weight, bias, w), gate, up) @ down
+            ),
+            "cross_entropy": lambda x, of: F.cross_entropy(x.float(), of, reduction="none"),
+            "linear_cross_entropy": lambda x, w, of: F.cross_entropy((x @ w.t()).float(), of),
+            "swiglu": lambda gate, up: F.silu(gate) * up,
+            "geglu": lambda gate, up: tanh(gate) * up,
+            "reglu": lambda gate, up: F.relu(gate) * up,
+            "silu_and_mul": halves(F.silu),
+            "gelu_and_mul": halves(tanh),
+            "relu": F.relu,
+            "relu_squared": lambda x: F.relu(x).square(),
+            "silu": F.silu,
+            "gelu": tanh,
+            "gelu, erf": erf,
+            "dropout": drop,
+            "dropout, silu": lambda x: drop(F.silu(x)),
+            "dropout_add": lambda x, residual: residual + drop(x),
+        }[name]
+
+    return make
 
 
-def _linear_loss_formula(x: Any, w: Any, labels: Any) -> Any:
-    from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
+def _compiled(name: str) -> Callable[[], Any]:
+    """Makes the same by ``torch.compile``."""
 
-    return cross_entropy((x @ w.t()).float(), labels)
-
-
-def _liger_losses() -> Any:
-    """It writes the gradient where the logits were."""
-    f = _load("liger_kernel.ops.cross_entropy:LigerCrossEntropyFunction.apply")
-    return lambda logits, labels: f(logits, labels, None, -100, 0.0, 0.0, "none")[0]
-
-
-def _losses_formula(logits: Any, labels: Any) -> Any:
-    from torch.nn.functional import cross_entropy  # pyright: ignore[reportMissingImports]
-
-    return cross_entropy(logits.float(), labels, reduction="none")
-
-
-def _compiled(formula: Callable[..., Any]) -> Callable[[], Any]:
     def make() -> Any:
         import torch  # pyright: ignore[reportMissingImports]
         from torch._functorch import config  # pyright: ignore[reportMissingImports]
 
         config.donated_buffer = False  # the backward runs many times
-        return torch.compile(formula, dynamic=False)
+        return torch.compile(_torch(name)(), dynamic=False)
 
     return make
-
-
-def _rms_norm_formula(x: Any, w: Any) -> Any:
-    v = x.float()
-    return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w).to(x.dtype)
-
-
-def _layer_norm_formula(x: Any, w: Any, b: Any) -> Any:
-    v = x.float()
-    v = v - v.mean(-1, keepdim=True)
-    return (v * (v.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * w + b).to(x.dtype)
-
-
-def _linear_formula(x: Any, w: Any) -> Any:
-    return x @ w
-
-
-def _gated_formula(x: Any, gate: Any, up: Any) -> Any:
-    from torch.nn.functional import silu  # pyright: ignore[reportMissingImports]
-
-    return silu(x @ gate) * (x @ up)
-
-
-def _normed_formula(x: Any, weight: Any, bias: Any, w: Any) -> Any:
-    return _layer_norm_formula(x, weight, bias) @ w
-
-
-def _normed_apart(x: Any, weight: Any, bias: Any, w: Any) -> Any:
-    from torch.nn.functional import layer_norm  # pyright: ignore[reportMissingImports]
-
-    return layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype)) @ w
-
-
-def _mlp_formula(x: Any, weight: Any, bias: Any, w: Any, gate: Any, up: Any, down: Any) -> Any:
-    return x + _gated_formula(_normed_apart(x, weight, bias, w), gate, up) @ down
-
-
-def _functional(name: str) -> Any:
-    """A formula of PyTorch's own functions."""
-    import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
-
-    tanh, erf = (functools.partial(F.gelu, approximate=how) for how in ("tanh", "none"))
-    drop = functools.partial(F.dropout, p=RATE, training=True)
-    halves = lambda f: lambda x: f(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]
-    return {
-        "swiglu": lambda gate, up: F.silu(gate) * up,
-        "geglu": lambda gate, up: tanh(gate) * up,
-        "reglu": lambda gate, up: F.relu(gate) * up,
-        "silu_and_mul": halves(F.silu),
-        "gelu_and_mul": halves(tanh),
-        "relu": F.relu,
-        "relu_squared": lambda x: F.relu(x).square(),
-        "silu": F.silu,
-        "gelu": tanh,
-        "gelu, erf": erf,
-        "dropout": drop,
-        "dropout, silu": lambda x: drop(F.silu(x)),
-        "dropout_add": lambda x, residual: residual + drop(x),
-    }[name]
 
 
 RMS_NORM: Peers = {
@@ -314,30 +256,39 @@ RMS_NORM: Peers = {
     "fla": _at("fla.modules.norm.layernorm:rms_norm", None, eps=1e-6),
     "quack": _at("quack.rmsnorm:rmsnorm", eps=1e-6),
     "mamba_ssm": _at("mamba_ssm.ops.triton.layer_norm:rms_norm_fn", None, eps=1e-6),
-    "compile": _compiled(_rms_norm_formula),
+    "compile": _compiled("rms_norm"),
 }
-RMS_NORM_GATE: Peers = {"fla": _fla_gated, "mamba_ssm": _mamba_gated}
+RMS_NORM_GATE: Peers = {
+    "fla": _of(
+        "fla.modules.norm.fused_norm_gate:rms_norm_gated",
+        lambda norm: lambda x, w, gate: norm(x, gate, w, None, eps=1e-6),
+    ),
+    "mamba_ssm": _of(
+        "mamba_ssm.ops.triton.layernorm_gated:rmsnorm_fn",
+        lambda norm: lambda x, w, gate: norm(x, w, None, z=gate, eps=1e-6),
+    ),
+}
 LAYER_NORM: Peers = {
     "tokamax": _at("tokamax:layer_norm", epsilon=1e-5, subtract_mean=True),
     "liger": _at("liger_kernel.ops.layer_norm:LigerLayerNormFunction.apply", 1e-5),
     "fla": _at("fla.modules.norm.layernorm:layer_norm", eps=1e-5),
     "mamba_ssm": _at("mamba_ssm.ops.triton.layer_norm:layer_norm_fn", eps=1e-5),
-    "compile": _compiled(_layer_norm_formula),
+    "compile": _compiled("layer_norm"),
 }
-LINEAR: Peers = {"jax": lambda: _linear_by_hand, "torch": lambda: _linear_formula}
+LINEAR: Peers = {"jax": lambda: _linear_by_hand, "torch": _torch("linear")}
 LINEAR_GELU: Peers = {"jax": lambda: _gelu_by_hand}
 ACCUMULATE_WEIGHT_GRAD: Peers = {"jax": lambda: _accumulated_by_hand}
 GATED_LINEAR_UNIT: Peers = {
     "jax": lambda: _gated_by_hand,
-    "torch": lambda: _gated_formula,
-    "compile": _compiled(_gated_formula),
+    "torch": _torch("gated_linear_unit"),
+    "compile": _compiled("gated_linear_unit"),
 }
 LAYER_NORM_LINEAR: Peers = {
-    "torch": lambda: _normed_apart,
-    "compile": _compiled(_normed_formula),
+    "torch": _torch("layer_norm_linear, apart"),
+    "compile": _compiled("layer_norm_linear"),
     "mamba_ssm": _mamba_normed,
 }
-MLP: Peers = {"torch": lambda: _mlp_formula, "compile": _compiled(_mlp_formula)}
+MLP: Peers = {"torch": _torch("mlp"), "compile": _compiled("mlp")}
 GATED_DELTA_RULE: Peers = {
     "jla": functools.partial(_jla_delta_rule, "gated_deltanet"),
     "fla": _fla_delta_rule("fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
@@ -347,25 +298,66 @@ KDA: Peers = {
     "jla": functools.partial(_jla_delta_rule, "kda"),
     "fla": _fla_delta_rule("fla.ops.kda:chunk_kda"),
 }
-SSD: Peers = {"mamba_ssm": _mamba_ssd, "jla": _jla_ssd, "fla": _fla_ssd}
-SELECTIVE_SCAN: Peers = {"mamba_ssm": _mamba_scan, "jla": _jla_scan}
+SSD: Peers = {
+    "mamba_ssm": _of(
+        "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",
+        lambda scan: (
+            lambda x, dt, A, B, C, D, dt_bias: scan(
+                *(x, dt, A, B, C, 256),
+                D=D,
+                dt_bias=dt_bias,
+                dt_softplus=True,  # its own chunk
+            )
+        ),
+    ),
+    "jla": _jla_ssd,
+    "fla": _fla_ssd,
+}
+SELECTIVE_SCAN: Peers = {
+    "mamba_ssm": _mamba_scan,
+    "jla": _of(
+        "jla.ops:linear_attention",
+        lambda scan: (
+            lambda x, dt, A, B, C, D, z, dt_bias: scan(
+                "mamba1", C, B, x, dt=dt, a=A, d=D, z=z, dt_bias=dt_bias, dt_softplus=True
+            )[0]
+        ),
+    ),
+}
 CAUSAL_CONV1D: Peers = {
     "mamba_ssm": _mamba_conv,
     "jla": _at("jla.ops.mosaic_gpu.short_conv:short_conv", activation=True),
 }
-LINEAR_SCAN: Peers = {"fla": _fla_scan}
+LINEAR_SCAN: Peers = {
+    "fla": _of(  # HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that
+        "fla.ops.hgrn:chunk_hgrn",
+        lambda scan: Arranged(
+            lambda log_decay, x: scan(x, log_decay)[0], lambda decay, x: [decay.log(), x]
+        ),
+    )
+}
 CROSS_ENTROPY: Peers = {
-    "liger": _loss_of_torch(_liger_losses),
+    "liger": _loss_of_torch(
+        _of(  # it writes the gradient where the logits were
+            "liger_kernel.ops.cross_entropy:LigerCrossEntropyFunction.apply",
+            lambda f: lambda *arrays: f(*arrays, None, -100, 0.0, 0.0, "none")[0],
+        )
+    ),
     "quack": _loss_of_torch(_at("quack.cross_entropy:cross_entropy", reduction="none")),
-    "compile": _loss_of_torch(_compiled(_losses_formula)),
+    "compile": _loss_of_torch(_compiled("cross_entropy")),
 }
 LINEAR_CROSS_ENTROPY: Peers = {
     "jla": _jla_loss("linear_cross_entropy_objective", "objective_sum"),
-    "liger": _loss_of_torch(_liger_linear_loss),
+    "liger": _loss_of_torch(
+        _of(
+            "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply",
+            lambda f: lambda *arrays: f(*arrays)[0],
+        )
+    ),
     "quack": _loss_of_torch(
         _at("quack.linear_cross_entropy:chunked_linear_cross_entropy", tuned=False)
     ),
-    "compile": _loss_of_torch(_compiled(_linear_loss_formula)),
+    "compile": _loss_of_torch(_compiled("linear_cross_entropy")),
 }
 LINEAR_CROSS_ENTROPY_IN_PARTS: Peers = {
     "jla": _jla_loss("linear_cross_entropy", "loss_sum"),
@@ -382,10 +374,9 @@ _LIGER = {
 def activation(name: str) -> Peers:
     """The peers of an activation or a gated unit."""
     of_liger = {"liger": _LIGER[name]} if name in _LIGER else {}
-    return of_liger | {"compile": lambda: _compiled(_functional(name))()}
+    return of_liger | {"compile": _compiled(name)}
 
 
 def dropout(name: str) -> Peers:
     """PyTorch has kernels for it, in some cases faster than what it compiles."""
-    compiled = lambda: _compiled(_functional(name))()
-    return {"compile": compiled, "torch": lambda: _functional(name)}
+    return {"compile": _compiled(name), "torch": _torch(name)}

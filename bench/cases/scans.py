@@ -1,6 +1,7 @@
 """Cases of scans and of the convolution before one."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import jaxkern
 from bench.cases import peers
 from bench.cases.case import Argument, Arrays, Case, Cost, Errors, Shape, constant, normal, times
+
+Arguments = tuple[Argument, ...]
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -21,16 +24,26 @@ _NUMBERED: dict[str, Any] = {"sequence": {"all-gather": 3, "collective-permute":
 """The collectives with packed sequences whose segments are numbered, over all parts."""
 
 
-def _packed(op: str) -> Any:
+def _packed(of: dict[str, Any], arguments: Arguments, shapes: list[Shape], word: str = "") -> Case:
     """The op of eight sequences in each row."""
 
     def run(*arrays: Any, **how: Any) -> Any:
         b, l = arrays[0].shape[:2]
         ids = jnp.broadcast_to(jnp.arange(l) // -(-l // 8), (b, l))
-        case = next(case for case in CASES if case.op == op and case.shapes)
+        case = next(case for case in CASES if case.op == of["op"] and case.shapes)
         return case.call(*arrays, segment_ids=ids, **how)
 
-    return run
+    of = of | {"arguments": arguments, "shapes": shapes}
+    return Case(**of, variant=f"{word}packed", run=run)
+
+
+def _continued(of: dict[str, Any], arguments: Arguments, state: str, **options: Any) -> Case:
+    """The op of packed rows with states before and after them, of these axes."""
+    ids = Argument("segment_ids", "b l", constant(0), "int32")
+    options |= {"return_final_state": True}
+    every = (*arguments, ids, Argument("initial_state", state, role="float32"))
+    of = of | {"arguments": every, "options": options}
+    return Case(**of, variant="packed and continued", strict=True)
 
 
 def _token_by_token(step: Any, state: Any, tokens: Arrays) -> Any:
@@ -69,11 +82,11 @@ _CONVOLUTION: dict[str, Any] = {
     "split": "b d",
     "sequence": {"collective-permute": 3},  # inputs, forward and backward, and their gradient
 }
-_CONVOLVED = (
-    Argument("x", "b l d"),
+_OF_CHANNELS = (
     Argument("weight", "d w", times(0.5), "parameter"),
     Argument("bias", "d", times(0.1), "parameter"),
 )
+_CONVOLVED = Argument("x", "b l d"), *_OF_CHANNELS
 _CONVOLUTION_COST: dict[str, Any] = {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
 
 CONVOLUTIONS = [
@@ -92,13 +105,10 @@ CONVOLUTIONS = [
         small=Shape((2, 256, 256, 4), "float32"),
         errors=Errors((4, 512, 1024, 4), (2, 32, 128, 4)),
     ),
-    Case(
-        **_CONVOLUTION | {"sequence": {"collective-permute": 4}},
-        **_CONVOLUTION_COST,
-        variant="packed",
-        arguments=_CONVOLVED,
-        run=_packed("causal_conv1d"),
-        shapes=[Shape((*_SQUARE, 4))],
+    _packed(
+        _CONVOLUTION | {"sequence": {"collective-permute": 4}} | _CONVOLUTION_COST,
+        _CONVOLVED,
+        [Shape((*_SQUARE, 4))],
     ),
     Case(
         **_CONVOLUTION,
@@ -111,11 +121,7 @@ CONVOLUTIONS = [
         op="causal_conv1d_step",
         axes="b d w",
         split="b d",
-        arguments=(
-            Argument("state", "b 3 d"),
-            Argument("x", "b d"),
-            Argument("weight", "d w", times(0.5), "parameter"),
-        ),
+        arguments=(Argument("state", "b 3 d"), Argument("x", "b d"), _OF_CHANNELS[0]),
         strict=True,
     ),
 ]
@@ -147,6 +153,7 @@ _LINEAR: dict[str, Any] = {
     "backward": Cost("5 b l d"),
 }
 _RECURRENT = (Argument("a", "b l d", _decay), Argument("b", "b l d"))
+_EVEN = itertools.product((_SQUARE, _LARGE, (1, 65536, 1024)), ("bfloat16", "float32"))
 _ODD = ((1, 16384, 256), (64, 100, 128), (64, 2048, 64), (8, 2048, 1023))
 
 LINEAR_SCANS = [
@@ -155,24 +162,11 @@ LINEAR_SCANS = [
         arguments=_RECURRENT,
         expression=_recurrence,
         peers=peers.LINEAR_SCAN,
-        shapes=[
-            *(
-                Shape(s, dtype)
-                for s in (_SQUARE, _LARGE, (1, 65536, 1024))
-                for dtype in ("bfloat16", "float32")
-            ),
-            *map(Shape, _ODD),
-        ],
+        shapes=[*itertools.starmap(Shape, _EVEN), *map(Shape, _ODD)],
         small=Shape((2, 256, 256), "float32"),
         errors=Errors((4, 512, 1024), (2, 32, 128)),
     ),
-    Case(
-        **_LINEAR | _PACKED,
-        variant="packed",
-        arguments=_RECURRENT,
-        run=_packed("linear_scan"),
-        shapes=[Shape(_SQUARE)],
-    ),
+    _packed(_LINEAR | _PACKED, _RECURRENT, [Shape(_SQUARE)]),
     Case(
         **_LINEAR,
         variant="continued",
@@ -243,13 +237,7 @@ SELECTIVE_SCANS = [
         ],
         small=Shape((2, 256, 256, 16), "float32"),
     ),
-    Case(
-        **_SELECTIVE | _PACKED,
-        variant="packed",
-        arguments=_ARGUMENTS,
-        run=_packed("selective_scan"),
-        shapes=[Shape((*_SQUARE, 16))],
-    ),
+    _packed(_SELECTIVE | _PACKED, _ARGUMENTS, [Shape((*_SQUARE, 16))]),
     Case(
         **_SELECTIVE,
         arguments=_ARGUMENTS,
@@ -258,17 +246,7 @@ SELECTIVE_SCANS = [
         errors=Errors((2, 512, 256, 16), (2, 16, 128, 16)),
         strict=True,
     ),
-    Case(
-        **_SELECTIVE | _PACKED,
-        variant="packed and continued",
-        arguments=(
-            *_OF_TOKENS,
-            Argument("segment_ids", "b l", constant(0), "int32"),
-            Argument("initial_state", "b d n", role="float32"),
-        ),
-        options={"return_final_state": True, "dt_softplus": True},
-        strict=True,
-    ),
+    _continued(_SELECTIVE | _PACKED, _OF_TOKENS, "b d n", dt_softplus=True),
     Case(
         op="selective_scan_step",
         kernels=False,
@@ -321,6 +299,7 @@ _OF_HEADS = (
     *(Argument("B", "b l g n"), Argument("C", "b l g n")),
     Argument("D", "heads", constant(1.0), "float32"),
 )
+_Z = Argument("z", "b l heads p")
 _OF_SSD = *_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
 _SSD: dict[str, Any] = {
     "op": "ssd",
@@ -370,30 +349,12 @@ SSDS = [
         **_SSD,
         **_cost_of_ssd(3, 5),
         variant="gated",
-        arguments=(*_OF_SSD, Argument("z", "b l heads p")),
+        arguments=(*_OF_SSD, _Z),
         options={"dt_softplus": True},
         shapes=[_SSD_LARGE],
     ),
-    Case(
-        **_SSD | _NUMBERED,
-        **_cost_of_ssd(2, 3),
-        variant="packed",
-        arguments=_OF_SSD,
-        run=_packed("ssd"),
-        shapes=[_SSD_LARGE],
-    ),
-    Case(
-        **_SSD | _NUMBERED,
-        variant="packed and continued",
-        arguments=(
-            *_OF_HEADS,
-            Argument("z", "b l heads p"),
-            Argument("segment_ids", "b l", constant(0), "int32"),
-            Argument("initial_state", "b heads p n", role="float32"),
-        ),
-        options={"return_final_state": True, "dt_softplus": True},
-        strict=True,
-    ),
+    _packed(_SSD | _NUMBERED | _cost_of_ssd(2, 3), _OF_SSD, [_SSD_LARGE]),
+    _continued(_SSD | _NUMBERED, (*_OF_HEADS, _Z), "b heads p n", dt_softplus=True),
     Case(
         op="ssd_step",
         kernels=False,
@@ -514,8 +475,10 @@ def _cost_of_delta(decays: str, keys: str) -> dict[str, Any]:
     }
 
 
-_OF_HEADS_ALONE = _cost_of_delta("b l heads", "b l g n")
-_OF_CHANNELS = _cost_of_delta("b l heads n", "b l heads n")
+_GATED = _DELTA | _cost_of_delta("b l heads", "b l g n")
+_GATED |= {"arguments": (*_OF_DELTA, _DECAYS, _BETA)}
+_KDA = _DELTA | _cost_of_delta("b l heads n", "b l heads n")
+_KDA |= {"arguments": (*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA)}
 _DELTA_ERRORS = Errors((2, 1024, 8, 64, 64, 4), (2, 64, 4, 8, 16, 2))
 _DELTA_SHAPES = [
     *(Shape((*s, 128, 128, s[2])) for s in ((1, 32768, 32), (8, 4096, 16), (1, 8192, 32))),
@@ -525,7 +488,6 @@ _DELTA_SHAPES = [
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
 _DELTA_PACKED = [_DELTA_SHAPES[1], Shape((32, 1024, 16, 128, 128, 16))]
-_DELTA_SMALL = Shape((2, 256, 4, 16, 16, 4), "float32")
 
 _QWEN, _KIMI, _NARROW = (
     Shape((b, 16, 32, size, size, g))
@@ -534,28 +496,21 @@ _QWEN, _KIMI, _NARROW = (
 """A layer of Qwen3-Next, one of Kimi Linear, and one that has heads of 64 channels."""
 
 DELTA_RULES = [
-    Case(
-        **_DELTA,
-        **_OF_HEADS_ALONE,
-        arguments=(*_OF_DELTA, _DECAYS, _BETA),
-        expression=_delta_rule,
-        peers=peers.GATED_DELTA_RULE,
-        shapes=_DELTA_SHAPES,
-        small=_DELTA_SMALL,
-        errors=_DELTA_ERRORS,
-        strict=True,
-    ),
-    Case(
-        **_DELTA,
-        **_OF_CHANNELS,
-        variant="KDA",
-        arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
-        expression=_delta_rule,
-        peers=peers.KDA,
-        shapes=_DELTA_SHAPES,
-        small=_DELTA_SMALL,
-        errors=_DELTA_ERRORS,
-        strict=True,
+    *(
+        Case(
+            **of,
+            variant=variant,
+            expression=_delta_rule,
+            peers=of_peers,
+            shapes=_DELTA_SHAPES,
+            small=Shape((2, 256, 4, 16, 16, 4), "float32"),
+            errors=_DELTA_ERRORS,
+            strict=True,
+        )
+        for variant, of, of_peers in (
+            ("", _GATED, peers.GATED_DELTA_RULE),
+            ("KDA", _KDA, peers.KDA),
+        )
     ),
     Case(
         **_DELTA,
@@ -565,33 +520,9 @@ DELTA_RULES = [
         expression=_delta_rule_alone,
         errors=_DELTA_ERRORS,
     ),
-    Case(
-        **_DELTA | _NUMBERED,
-        **_OF_HEADS_ALONE,
-        variant="packed",
-        arguments=(*_OF_DELTA, _DECAYS, _BETA),
-        run=_packed("gated_delta_rule"),
-        shapes=_DELTA_PACKED,
-    ),
-    Case(
-        **_DELTA | _NUMBERED,
-        **_OF_CHANNELS,
-        variant="KDA-packed",
-        arguments=(*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA),
-        run=_packed("gated_delta_rule"),
-        shapes=_DELTA_PACKED,
-    ),
-    Case(
-        **_DELTA | _NUMBERED,
-        variant="packed and continued",
-        arguments=(
-            *(*_OF_DELTA, _DECAYS, _BETA),
-            Argument("segment_ids", "b l", constant(0), "int32"),
-            Argument("initial_state", "b heads n p", role="float32"),
-        ),
-        options={"return_final_state": True, "qk_l2norm": True},
-        strict=True,
-    ),
+    _packed(_GATED | _NUMBERED, _GATED["arguments"], _DELTA_PACKED),
+    _packed(_KDA | _NUMBERED, _KDA["arguments"], _DELTA_PACKED, "KDA-"),
+    _continued(_DELTA | _NUMBERED, _GATED["arguments"], "b heads n p", qk_l2norm=True),
     Case(
         op="gated_delta_rule_step",
         kernels=False,
