@@ -363,7 +363,7 @@ def test_progress(capsys, monkeypatch, terminal):
     progress.update([{"step": 19, "loss": 1.0, "tokens_per_second": 4.0}, last])
     progress.close()
     plain, shown = capsys.readouterr().out, "loss 2.000 · 2.885 bits/byte · 1,234 tokens/s · "
-    written = f"step 20/30 · {shown}0:00 left · validation 2.500 bits/byte\n"
+    written = f"step 20/30 · {shown}00:00 left · validation 2.500 bits/byte\n"
     assert plain == ("step 20 · validation 2.500 bits/byte\n" if terminal else written)
     assert ("20/30 · " + shown in stream.getvalue()) if terminal else not stream.getvalue()
 

@@ -31,7 +31,7 @@ import yaml
 from tensorboardX.proto.event_pb2 import Event
 
 import jaxkern.lm
-from jaxkern.lm import checkpoint, cli, data, program, sample, stop, trackers
+from jaxkern.lm import checkpoint, cli, data, program, report, sample, stop
 from jaxkern.lm import train as train_module
 from jaxkern.lm.config import PRESETS, RunError, TrainConfig
 from jaxkern.lm.report import read_metrics
@@ -659,14 +659,14 @@ def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(argv, tmp_path, sta
     assert curves(out / "tensorboard") == expected
     (late := tmp_path / "late").mkdir()  # one that is asked for later has all that was before
     for _ in range(2):
-        trackers.TensorBoard(late, {}, read_metrics(out / "metrics.jsonl")).close()
+        report.TensorBoard(late, {}, read_metrics(out / "metrics.jsonl")).close()
     assert curves(late / "tensorboard") == expected
 
 
 def test_what_a_tracker_lacks_is_told(argv, tmp_path, monkeypatch, wandb):
     wandb.init.side_effect = ZeroDivisionError("division by zero")
     with pytest.raises(RunError, match=r"--log-to wandb: division by zero; run wandb login, or"):
-        trackers.WeightsAndBiases(tmp_path, {}, [])
+        report.WeightsAndBiases(tmp_path, {}, [])
     find = importlib.util.find_spec
     there = lambda name: None if name == "wandb" else find(name)
     monkeypatch.setattr(importlib.util, "find_spec", there)
@@ -685,5 +685,5 @@ def test_the_steps_that_are_traced(tmp_path):
         ("50", 40, 100, (50, 54)),
         ("100:1", 0, 100, (100, 100)),
     ):
-        profile = trackers.Profile(tmp_path, steps, done=done, end=end)
+        profile = report.Profile(tmp_path, steps, done=done, end=end)
         assert (profile.first, profile.last) == traced

@@ -11,8 +11,7 @@ checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face, and runs exported to it
 hf_layouts  how transformers stores each kind of model
 untrusted   reads files that a stranger may have written
-report      progress, metrics.jsonl, loss.png
-trackers    TensorBoard, Weights & Biases, a trace of some steps
+report      metrics.jsonl, TensorBoard, Weights & Biases, a trace of steps, progress, loss.png
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 train       a training run, begun or resumed: `Trainer`

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import checkpoint, data, processes, sample, stop, trackers
+from jaxkern.lm import checkpoint, data, processes, sample, stop
 from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
@@ -34,8 +34,10 @@ from jaxkern.lm.report import (
     BITS,
     PERPLEXITY,
     MetricsLog,
+    Profile,
     Progress,
     Speed,
+    check_trackers,
     plot_losses,
     read_metrics,
     validation_told,
@@ -200,7 +202,7 @@ class Trainer:
                 if fresh:
                     peers.share(lambda: checkpoint.check_fresh(self.out))
                 if peers.main:
-                    trackers.check(self.config.log_to)
+                    check_trackers(self.config.log_to)
                 keep_programs()
                 created = not self.out.exists()
                 with held(self.out, peers):
@@ -256,9 +258,9 @@ class Trainer:
             checkpoint.write_config(self.out, self.config, corpus.info)
         return _Begun(state, done, corpus, batches, programs, profile)
 
-    def _traced(self, done: int) -> trackers.Profile:
+    def _traced(self, done: int) -> Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
-        return trackers.Profile(folder, self._profile, done=done, end=self.config.steps)
+        return Profile(folder, self._profile, done=done, end=self.config.steps)
 
     def _new_corpus(self) -> data.Corpus:
         """The data of a new run, which process 0 makes and the others open.
@@ -338,8 +340,7 @@ class Trainer:
             opened = MetricsLog(path if main else None, resume_at=done)
             with contextlib.closing(opened) as log:
                 if main:
-                    stored, seen = checkpoint.read_config(self.out), log.records
-                    log.follow(trackers.opened(config.log_to, self.out, stored, seen))
+                    log.follow(config.log_to, self.out, checkpoint.read_config(self.out))
                 state, speed = self._loop(begun, begun.programs, log)
             self.peers.trained()
             if main:
