@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import write_atomically
+from jaxkern.lm.data import locked, write_atomically
 from jaxkern.lm.processes import ALONE, Alone
 from jaxkern.precision import Policy
 
@@ -64,21 +64,14 @@ def check_fresh(out: Path) -> None:
 def only_process(out: Path) -> Iterator[str]:
     """Hold the run's folder; a second process that trains in it is refused.
 
-    Inside, `.lock` there has the text that is yielded, by which others tell that they see it. The
-    lock belongs to the process, so a killed one leaves none behind.
+    Inside, `.lock` there has the text that is yielded, by which others tell that they see it.
     """
-    import fcntl
+
+    def refuse() -> None:
+        raise RunError(f"another process is training in {out}; stop it first or name another --out")
 
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"another process is training in {out}; stop it first or name another --out"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+    with locked(out / LOCK, refuse) as file:
         print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
 
