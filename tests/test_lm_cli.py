@@ -258,7 +258,7 @@ def test_errors_of_the_machine_are_one_line(capsys, monkeypatch):
         (OF_SYSTEM(errno.EDQUOT), "the quota is used up"),
         (OF_SYSTEM(errno.EACCES, "/x/y"), "/x/y: Permission denied"),
         (OF_SYSTEM(errno.EIO), "Input/output error"),
-        (OF_SYSTEM(errno.EFBIG, "/x"), "/x: File too large; raise the limit of"),
+        (OF_SYSTEM(errno.EFBIG, "/x"), "a file is too large; raise its limit"),
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),

@@ -445,7 +445,7 @@ def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypa
         ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
         ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
         ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
-        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to .Not a dir"),
+        (f"--data-cache {tmp_path}/file/a", "/file/a: Not a directory"),
     ):
         (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
         assert re.search(words, line), line

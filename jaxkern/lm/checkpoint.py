@@ -13,7 +13,6 @@ that has its name is whole, whenever the process was killed.
 """
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -74,21 +73,6 @@ def only_process(out: Path) -> Iterator[str]:
     with locked(out / LOCK, refuse) as file:
         print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
-
-
-@contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Inside, an error that says only that a file is too large names this one, which is written.
-
-    Those of orbax and safetensors become one of the system.
-    """
-    try:
-        yield
-    except Exception as error:
-        large = os.strerror(errno.EFBIG)
-        if large not in str(error) or getattr(error, "filename", None) is not None:
-            raise
-        raise OSError(errno.EFBIG, large, str(path)) from error
 
 
 def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
@@ -157,14 +141,6 @@ def _dtypes(config: TrainConfig) -> str:
         return config.mixed_precision
 
 
-def text_of(path: Path) -> str:
-    """The text of a small file; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def steps(run: Path) -> list[int]:
     """The steps of the finished checkpoints of a run, ascending."""
     names = (path.name for path in (run / _CHECKPOINTS).glob("*") if path.is_dir())
@@ -219,7 +195,6 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
 
 
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
-    """The arrays and the iterator's state of a checkpoint; any exception if it cannot be read."""
     import orbax.checkpoint as ocp
 
     given = ocp.checkpoint_utils.construct_restore_args(like)
@@ -258,24 +233,23 @@ class Saver:
     """
 
     def __init__(self, run: Path, *, keep: int, like: Any = None, peers: Alone = ALONE):
-        self._copy, self._beside = lambda state: state, like is not None
-        if self._beside:  # compiled now, so that no step waits for it
+        self._copy: Any = None
+        if like is not None:  # compiled now, so that no step waits for it
             shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
             copy = lambda tree: jax.tree.map(jnp.copy, tree)
             self._copy = jax.jit(copy, out_shardings=shardings).lower(like).compile()
-        self._folder = run / _CHECKPOINTS
         if peers.main:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            (run / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         peers.share(lambda: None)  # all see it
         options = {"max_to_keep": keep, "cleanup_tmp_directories": True}
-        self._manager = _manager(run, peers, beside=self._beside, **options)
+        self._manager = _manager(run, peers, beside=like is not None, **options)
         self._begun: tuple[int, Any, dict[str, Any]] | None = None
 
     def start(self, step: int, state: Any, data: dict[str, Any]) -> None:
         """Begin the checkpoint of a step, when the one before is whole."""
         self.write()
-        self._begun = step, self._copy(state), data
-        if not self._beside:
+        self._begun = step, self._copy(state) if self._copy else state, data
+        if not self._copy:
             self.write()
 
     def write(self) -> None:
@@ -285,24 +259,20 @@ class Saver:
         if self._begun is None:
             return
         (step, state, data), self._begun = self._begun, None
-        with written(self._folder / str(step)):
-            arrays, data_of = ocp.args.PyTreeSave(state), ocp.args.JsonSave(data)
-            args = ocp.args.Composite(state=arrays, data=data_of)
-            self._manager.save(step, args=args, force=True)
+        arrays, data_of = ocp.args.PyTreeSave(state), ocp.args.JsonSave(data)
+        args = ocp.args.Composite(state=arrays, data=data_of)
+        self._manager.save(step, args=args, force=True)
 
     def check(self) -> None:
         """Raise what went wrong with the checkpoint that was begun; wait for nothing."""
-        with written(self._folder):
-            self._manager.check_for_errors()
+        self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
         self.write()
-        with written(self._folder):
-            self._manager.wait_until_finished()
+        self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait as `wait` does, and end orbax's threads."""
         try:
             self.wait()
         finally:

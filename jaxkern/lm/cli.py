@@ -319,18 +319,12 @@ def _fail(message: str, code: int = 1) -> int:
 def _explain(error: BaseException) -> str | None:
     """One line for an error of the machine, or of a kernel that cannot run; None for a bug."""
     text = str(error)
-    number = getattr(error, "errno", None)
-    for full, what in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")):
-        if number == full or os.strerror(full) in text:
-            return (
-                f"{what}; free some space (a run that had begun has whole checkpoints, "
-                "and goes on with --resume)"
-            )
+    for number, line in _NO_SPACE.items():
+        if getattr(error, "errno", None) == number or os.strerror(number) in text:
+            return f"{line} (a run that had begun has whole checkpoints, and goes on with --resume)"
     if isinstance(error, OSError) and error.strerror:
-        what = error.strerror
-        if number == errno.EFBIG:
-            what += "; raise the limit of a file's size (ulimit -f), or name another file system"
-        return what if error.filename is None else f"{error.filename}: {what}"
+        where = "" if error.filename is None else f"{error.filename}: "
+        return where + error.strerror
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         from jaxkern.lm.memory import REMEDY
 
@@ -339,6 +333,13 @@ def _explain(error: BaseException) -> str | None:
         reason, asked, _ = text.partition(" Use implementation=")
         return f"{reason} Use --implementation auto, or xla." if asked else text
     return None
+
+
+_NO_SPACE = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the quota is used up; free some space",
+    errno.EFBIG: "a file is too large; raise its limit (ulimit -f) or name another file system",
+}
 
 
 def _train(flags: dict[str, Any]) -> None:

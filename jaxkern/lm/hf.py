@@ -337,8 +337,7 @@ def export(
         )
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
-        with checkpoint.written(folder / _WEIGHTS):
-            save(folder, model.config, params, like=like)
+        save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
     spec = stored["flags"].get("tokenizer", "bytes")

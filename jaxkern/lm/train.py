@@ -6,7 +6,6 @@ import math
 import operator
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -263,27 +262,13 @@ class Trainer:
         return Profile(folder, self._profile, done=done, end=self.config.steps)
 
     def _new_corpus(self) -> data.Corpus:
-        """The data of a new run, which process 0 makes and the others open.
-
-        What documents could not be tokenised for or written to is refused before any is read.
-        """
+        """The data of a new run, which process 0 makes and the others open."""
         config, out, peers = self.config, self.out, self.peers
         if not peers.main:
             return data.reopen(config, out, peers.share(dict))
-        if config.vocab_size is not None:
+        if config.vocab_size is not None:  # one that is too small is refused before any is read
             config.for_tokens(data.size_of(config.tokenizer))
-        folder = Path(config.data_cache or out / "corpus")
-        if config.data_cache is not None:
-            try:
-                there = next(path for path in (folder, *folder.parents) if path.exists())
-                tempfile.TemporaryFile(dir=there).close()
-            except OSError as error:
-                raise RunError(
-                    f"--data-cache {folder} cannot be written to ({error.strerror}); name another "
-                    "folder, or leave it out"
-                ) from None
-        with checkpoint.written(folder):
-            corpus = data.build(config, out)
+        corpus = data.build(config, out)
         peers.share(lambda: corpus.info)
         return corpus
 
@@ -678,8 +663,8 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
             peers.share(lambda: token)
             yield
         return
-    token, began = peers.share(lambda: ""), time.monotonic()
-    while checkpoint.text_of(out / checkpoint.LOCK) != token:
+    token, began, path = peers.share(lambda: ""), time.monotonic(), out / checkpoint.LOCK
+    while not (path.exists() and path.read_text(errors="replace") == token):
         if time.monotonic() - began > _SEEING:
             raise RunError(
                 f"--out {out} is not the folder that process 0 has; name one on a file system "

@@ -25,6 +25,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -237,8 +238,9 @@ def build(config: TrainConfig, out: Path) -> Corpus:
     Raises:
       RunError: a path is missing, a file cannot be read, or there is too little text.
     """
-    found = _found(config)
-    shared = _folder(config, out)
+    found, shared = _found(config), _folder(config, out)
+    shared.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=shared).close()  # what cannot be written to is told now
     tokenizer = _tokenizer(config.tokenizer, found, shared)
     identities = [[each.held_out, _identity(each.files)] for each in found]
     key = _digest([tokenizer.stored(), tokenizer.begin, tokenizer.end, identities])
@@ -345,7 +347,6 @@ def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Toke
     if not path.exists():
         say(f"training a byte-level BPE of {kind:,} tokens …")
         trained = tokenizers.train_bpe(_sample(files), kind, show=sys.stderr.isatty())
-        shared.mkdir(parents=True, exist_ok=True)
         write_atomically(path, trained.stored())
     return tokenizers.load(path)
 
