@@ -209,7 +209,7 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         (["train", *told[:2]], "--coordinator a:1 needs --processes and --process, too"),
         (["train", *told[2:]], "needs --coordinator, too; give every process"),
         (["train", *told], "--process 2 is not one of --processes 2; they are numbered from 0 to"),
-        (["sample", "--hf", hub], f"hf download {hub} --local-dir mamba-130m-hf"),
+        (["sample", "--hf", hub], f"there is no folder {hub}; .*: hf download OWNER/NAME"),
         ([*warm, "h300"], "--gpu h300 is not known; choose one of a100, a10g, .*, rtx-pro-6000$"),
         ([*warm, "t4"], "--gpu t4 has no kernels: .* capability 7.5, .*; choose one of a100, "),
         ([*warm, "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),

@@ -217,7 +217,7 @@ HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
 )
 def test_wrong_calls_and_shapes_say_what_is_wrong(error, words, call):
     model = nnx.merge(make_model(MICRO, Options()), random_params(MICRO))
-    shape = lambda _: ModelConfig.from_stored({"d_model": 8, "n_layers": 1} | call)
+    shape = lambda _: ModelConfig(**{"d_model": 8, "n_layers": 1} | call)
     with pytest.raises(error, match=words):
         (shape if isinstance(call, dict) else call)(model)
 

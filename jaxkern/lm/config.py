@@ -73,27 +73,27 @@ def check_fields(config: Any, prefix: str | None = "") -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         try:
-            typed = _typed(_hints(type(config))[field.name], value)
+            value = typed(_hints(type(config))[field.name], value)
         except (TypeError, ValueError) as error:
             what = f"must be {error}, got {value!r:.80}"
             if prefix is None:
                 raise type(error)(f"{field.name} {what}") from None
             raise FlagError(prefix + field.name, what) from None
-        object.__setattr__(config, field.name, typed)
+        object.__setattr__(config, field.name, value)
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def typed(hint: Any, value: Any) -> Any:
     """The value as that type; TypeError or ValueError says what it must be."""
     kinds = get_args(hint)
     if hasattr(hint, "__metadata__"):  # Annotated
-        value = _typed(hint.__origin__, value)
+        value = typed(hint.__origin__, value)
         for rule in hint.__metadata__:
             if isinstance(rule, Rule) and not rule.holds(value):
                 raise ValueError(rule.words)
         return value
     if type(None) in kinds:
         try:
-            return None if value is None else _typed(kinds[0], value)
+            return None if value is None else typed(kinds[0], value)
         except TypeError as error:
             raise TypeError(f"{error} or None") from None
     if get_origin(hint) is Literal:
@@ -103,7 +103,7 @@ def _typed(hint: Any, value: Any) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise TypeError("a list")
-        return tuple(_typed(kinds[0], each) for each in value)
+        return tuple(typed(kinds[0], each) for each in value)
     if hint is float and isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
@@ -337,18 +337,9 @@ class ModelConfig:
         return self.d_mlp or 4 * self.d_model
 
     def stored(self) -> dict[str, Any]:
-        """The shape as a run's files hold it, in values that JSON has: infinity is a text."""
+        """The arguments that make it again, in values that JSON has: infinity is a text."""
         limits = [each if math.isfinite(each) else str(each) for each in self.dt_limit]
         return dataclasses.asdict(self) | {"dt_limit": limits}
-
-    @staticmethod
-    def from_stored(stored: dict[str, Any]) -> "ModelConfig":
-        """The shape that a file of a run holds.
-
-        Raises:
-          TypeError, ValueError: it is no shape of a model.
-        """
-        return ModelConfig(**stored)
 
 
 def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, is_hf, layout_of
+from jaxkern.lm.hf_layouts import CONFIG, HEAD, HOW_TO_GET, LAYOUTS, Layout, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params
 from jaxkern.lm.stop import say
 
@@ -167,16 +167,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a checkpoint."""
     config = untrusted.read_json(folder, CONFIG, "configuration of a model")
     if config is None and not folder.exists():
-        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if config is None:
-        raise RunError(
-            f"{folder} holds no checkpoint (no {CONFIG}); give a folder of {CONFIG} and "
-            f"{_WEIGHTS}, such as hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf "
-            "writes"
-        )
+        raise RunError(f"{folder} holds no checkpoint (no {CONFIG}); {HOW_TO_GET}")
     return config
 
 
@@ -200,12 +195,10 @@ def _layout(config: dict[str, Any]) -> Layout:
             "jaxkern.lm.load"
         )
     if "hidden_size" not in config and "d_model" in config:
-        ssm = config.get("ssm_cfg")
-        kind = "mamba2" if isinstance(ssm, dict) and ssm.get("layer") == "Mamba2" else "mamba"
         raise RunError(
             f"{CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
-            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with the "
-            f"script convert_{kind}_ssm_checkpoint_to_pytorch.py of transformers"
+            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with a "
+            "script convert_mamba*_ssm_checkpoint_to_pytorch.py of transformers"
         )
     kind = config.get("model_type", "mamba")
     known = {"model_type": tuple(LAYOUTS), "transformers_weights": (_WEIGHTS, None)}
@@ -249,7 +242,10 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     for name in sorted({*names}):
         path = untrusted.file_in(folder, name)
         if path is None:
-            raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
+            raise RunError(
+                f"{folder} holds no {_shown(name)}; download it whole, or write safetensors from "
+                "another format by save_pretrained of transformers"
+            )
         try:
             file = safe_open(path, framework="numpy")
             _check_header(path)
@@ -276,17 +272,6 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
             f"{', '.join(_STORED)}"
         )
     return file.get_tensor(name).astype(np.float32)
-
-
-def _in_safetensors(folder: Path) -> str:
-    """A remedy for a folder without weights that can be read."""
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    if not others:
-        return "download it whole, or give another folder"
-    return (
-        f"{others[0]} is not read; write safetensors with transformers: "
-        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-    )
 
 
 def _check_header(path: Path) -> None:
@@ -349,8 +334,7 @@ def export(
 def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str) -> None:
     """Write the tokenizer of a run, and in every file which of its tokens begin and end a text.
 
-    What a folder says of its tokenizer holds where that is the run's; of another's tokens nothing
-    stays.
+    What a folder says of its tokenizer holds where that is the run's.
     """
     begun = _same(like, tokenizer)
     source = begun or _same(tokenizers.kind_of(spec), tokenizer) or tokenizer

@@ -11,7 +11,6 @@ import functools
 import math
 import numbers
 import operator
-import shlex
 import sys
 import time
 import warnings
@@ -27,7 +26,7 @@ from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.hf_layouts import how_to_get, is_hf
+from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
 
 try:
     from flax import nnx
@@ -393,7 +392,7 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
     """Load a trained language model; see :func:`jaxkern.lm.load`."""
     folder = Path(folder)
     if not folder.exists():
-        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if is_hf(folder):
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
@@ -419,7 +418,7 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
         )
     stored = checkpoint.read_config(run)
     try:
-        config = ModelConfig.from_stored(stored["model"])
+        config = ModelConfig(**stored["model"])
         policy = Policy.parse(stored["precision"])
     except (KeyError, TypeError, ValueError) as error:
         version = (stored.get("versions") or {}).get("jaxkern", "another version")
@@ -433,13 +432,9 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
     notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
     spec, info = stored["flags"].get("tokenizer", "bytes"), stored["data"]
     if spec != "bytes" and not (run / tokenizers.FILE).is_file():
-        copy = run / "corpus" / str(info.get("folder")) / tokenizers.FILE  # of the tokens' own
-        whence = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
-        if copy.is_file():
-            whence = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
         raise RunError(
-            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
-            f"back {whence}"
+            f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
+            "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
         )
     codec = codec_of(data.open_tokenizer(spec, run, info))
     return LanguageModel(config, found.state["params"], found.step, codec), notes

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.lm import checkpoint, data, processes, sample, stop
-from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
+from jaxkern.lm.config import PRESETS, FlagError, RunError, TrainConfig, axes_of, settings
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
 from jaxkern.lm.processes import Alone
@@ -67,7 +67,7 @@ class Trained(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """State that the steps start from; a run that has them all has no programs."""
+    """What the steps start from; a run that has them all has no programs."""
 
     state: Any
     done: int
@@ -218,10 +218,9 @@ class Trainer:
                 stopped.message = stopped.message or self._where_it_stands()
                 raise
 
-    # Before the steps
+    # Before the steps: all that may be refused, what costs little before the rest
 
     def _begin(self) -> _Begun:
-        """All that may be refused, what costs little before the rest."""
         stored, done, state, params, profile = self._stored, 0, None, None, None
         if stored is None:
             profile = self._traced(0)
@@ -262,7 +261,7 @@ class Trainer:
         return Profile(folder, self._profile, done=done, end=self.config.steps)
 
     def _new_corpus(self) -> data.Corpus:
-        """The data of a new run, which process 0 makes and the others open."""
+        """The data, which process 0 makes and the others open."""
         config, out, peers = self.config, self.out, self.peers
         if not peers.main:
             return data.reopen(config, out, peers.share(dict))
@@ -312,7 +311,6 @@ class Trainer:
     # The steps
 
     def _train(self, begun: _Begun) -> Trained:
-        """Train from the step at hand to the last, and leave the results in the run's folder."""
         config, main, done = self.config, self.peers.main, begun.done
         path = self.out / "metrics.jsonl"
         if begun.programs is None:
@@ -344,14 +342,9 @@ class Trainer:
         say(f"device   {len(self.devices)} × {kinds}, {config.mixed_precision}")
         if split.axes:
             say(f"mesh     {','.join(f'{axis}={split.sizes[axis]}' for axis in split.axes)}")
-        elif config.parallel:
-            say(f"mesh     none: one device has what --parallel {config.parallel} would share")
 
     def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
-        """Returns the final state and the tokens per second of the steps alone.
-
-        A request to stop ends it after a step, which is saved.
-        """
+        """Returns the final state, and the tokens per second of the steps alone."""
         config, per_byte = self.config, begun.corpus.tokens_per_byte
         state, done, corpus, batches, _, profile = begun
         evaluate = self._evaluation(corpus, programs)
@@ -442,7 +435,6 @@ class Trainer:
         return evaluate
 
     def _saver(self, programs: Programs) -> checkpoint.Saver:
-        """The writer of the checkpoints, beside the steps."""
         like = abstract_state(self.config, self.placement, stored=True)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         room = self.peers.share(lambda: has_room(programs.step, self.device, size))
@@ -457,7 +449,7 @@ class Trainer:
         return data.put(parts, self.placement.second_split)
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
-        """Wait for the pending steps and turn their metrics into records."""
+        """Wait for the pending steps, and make records of their metrics."""
         fetched = jax.device_get([metrics for _, metrics in pending])
         tokens_per_second = speed.stop(len(pending))
         records = []
@@ -488,7 +480,7 @@ class Trainer:
         plot_losses(records, self.out / "loss.png", title=f"{name} on {what}")
 
     def show(self, trained: Trained) -> None:
-        """Print how good the model is, and a sample of what it writes."""
+        """Print how good the model is, and a sample of its text."""
         config, out = self.config, self.out
         say(f"\n{validation_told(trained.records[-1])} after {config.steps} steps")
         speed = f"{trained.tokens_per_second:,.0f} tokens/s"
@@ -502,7 +494,7 @@ class Trainer:
         say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _where_it_stands(self) -> str:
-        """Says how a run that was stopped outside its steps is continued."""
+        """How a run that was stopped outside its steps is continued."""
         out = self.out
         if checkpoint.is_run(out):
             last = max(checkpoint.steps(out), default=None)
@@ -516,7 +508,6 @@ class Trainer:
         return f"training had not begun, and nothing is kept in {out}"
 
     def _how_to_continue(self) -> str:
-        """Says how the processes of a run go on with it."""
         flags = f"--resume --out {shlex.quote(str(self.out))}"
         if self.peers.count == 1:
             return f"continue with: jaxkern train {flags}"
@@ -548,16 +539,10 @@ def _devices(config: TrainConfig, peers: Alone) -> list[Any]:
     return available[:count]
 
 
-# What a run begins with
-
-
 def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that begins with a checkpoint of Hugging Face, and its model's shape.
 
     What is not given has the default of the preset whose model is most like the checkpoint's.
-
-    Raises:
-      RunError: the folder holds no such checkpoint, or does not say what its tokens are.
     """
     from jaxkern.lm import hf
 
@@ -567,20 +552,9 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     if "tokenizer" not in flags and not has_tokenizer and size > 256:
         raise RunError(
             f"--init-hf {folder} holds no tokenizer.json, which says what its {size} tokens are; "
-            "put it there, or add --tokenizer with its path, or --tokenizer bytes to train on "
-            "bytes all the same"
+            "add --tokenizer with its path, or --tokenizer bytes"
         )
     given = {"tokenizer": str(folder) if has_tokenizer else "bytes"} | flags
-    if given.get("vocab_size") not in (None, size):
-        raise RunError(
-            f"--vocab-size {given['vocab_size']} is not that of --init-hf {folder}, {size}; leave "
-            "it out"
-        )
-    if given["tokenizer"] == "bytes" and size < 256:
-        raise RunError(
-            f"--init-hf {folder} has a vocabulary of {size} tokens, and bytes are 256; name a "
-            "checkpoint of at least as many"
-        )
 
     def unlike(name: str) -> tuple[float, ...]:
         model = PRESETS[name].model
@@ -588,17 +562,15 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
         return model.block is not shape.block, width, abs(model.n_layers - shape.n_layers)
 
     shape = dataclasses.replace(shape, dropout=given.pop("model.dropout", 0.0))
-    if own := [name for name in given if name.startswith("model.")]:
-        raise RunError(f"--{own[0]} is what the checkpoint of --init-hf {folder} has; leave it out")
+    if given.get("vocab_size") in (None, size):
+        given.pop("vocab_size", None)
+    if own := [name for name in given if name.startswith("model.") or name == "vocab_size"]:
+        raise FlagError(own[0], f"is what the checkpoint of --init-hf {folder} has; leave it out")
     return {"preset": min(PRESETS, key=unlike)} | given | {"model": shape}
 
 
 def weights(config: TrainConfig) -> Any:
-    """The parameters of the checkpoint that a run begins with.
-
-    Raises:
-      RunError: it cannot be read, or is not the one that the run was begun with.
-    """
+    """The parameters of the checkpoint that a run begins with, if it is that still."""
     from jaxkern.lm import hf
 
     shape, params = hf.load(config.init_hf)
@@ -619,15 +591,7 @@ CHANGEABLE = (
 
 
 def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a resumed run.
-
-    Args:
-        config: that of its folder.
-        changes: flags that are given with --resume, by their names in the configuration.
-
-    Raises:
-        RunError: a flag differs that must not.
-    """
+    """The configuration of a resumed run; RunError where one of the changes is none it may have."""
     changes = settings(changes)
     if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         changes = {"parallel": None, "mesh": "", "devices": "auto"} | changes
@@ -638,14 +602,9 @@ def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
         grown = name == "steps" and new > old
         if new != old and name not in CHANGEABLE and not grown:
             rule = "can only grow" if name == "steps" else "cannot change"
-            raise RunError(
-                f"--{name.replace('_', '-')} {show(new)} differs from the run's {show(old)} and "
-                f"{rule} on --resume; leave it out, or start a new run with another --out"
-            )
+            what = f"{show(new)} differs from the run's {show(old)} and {rule} on --resume"
+            raise FlagError(name, f"{what}; leave it out, or start a new run with another --out")
     return after
-
-
-# Its folder
 
 
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written
@@ -653,11 +612,7 @@ _SEEING = 20.0  # seconds in which a shared file system shows what another host 
 
 @contextlib.contextmanager
 def held(out: Path, peers: Alone) -> Iterator[None]:
-    """Inside, the folder is that of these processes alone, and all of them see it.
-
-    Raises:
-      RunError: another run holds it, or this process does not see the folder of process 0.
-    """
+    """Inside, the folder is that of these processes alone, and all of them see it."""
     if peers.main:
         with checkpoint.only_process(out) as token:
             peers.share(lambda: token)
@@ -675,10 +630,7 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
 
 
 def _leave_as_it_was(out: Path, created: bool) -> None:
-    """Empty the folder of a run that could not begin, to be named again.
-
-    But for tokens, which the run that names it again need not make again.
-    """
+    """Empty the folder of a run that could not begin but for its tokens, to be named again."""
     if not data.has_tokens(out):
         shutil.rmtree(out / "corpus", ignore_errors=True)
     for name in checkpoint.BEFORE:
