@@ -88,11 +88,7 @@ def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """The record of a run: what run.json holds, and its configuration as `flags`.
-
-    Raises:
-        RunError: it is missing, damaged or of another version.
-    """
+    """The record of a run: what run.json holds, and its configuration as `flags`."""
     import yaml
 
     if not is_run(run):
@@ -117,11 +113,7 @@ def read_config(run: Path) -> dict[str, Any]:
 
 
 def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
-    """The configuration of a run; `stored` is its record.
-
-    Raises:
-        RunError: it cannot be read, or its model is not that of the checkpoints.
-    """
+    """The configuration of a run; `stored` is its record."""
     config = TrainConfig.load(run / _CONFIG)
     own = config.model.stored() | {"mixed_precision": _dtypes(config)}
     found = stored["model"] | {"mixed_precision": stored.get("precision")}
@@ -172,9 +164,6 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
             fields, such as ``{"params": …}``.
         step: which checkpoint; by default the newest.
         peers: the processes that read it at the same time, each its parts.
-
-    Raises:
-        RunError: there is none, or none that can be read.
     """
     there, damaged = steps(run), list[str]()
     if step is not None and step not in there:

@@ -218,11 +218,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _spelled(argv: Sequence[str]) -> list[str]:
-    """The arguments with every flag by its whole name, and with a value.
-
-    Raises:
-      FlagError: a flag has an empty one, as of a variable that is not set.
-    """
+    """The arguments with every flag by its whole name, and with a value."""
     args: list[str] = []
     for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")

@@ -297,11 +297,7 @@ def _name_of(path: Any) -> tuple[str, int]:
 
 
 def split_of(config: TrainConfig, devices: int) -> Split:
-    """The split of a run's model between devices.
-
-    Raises:
-      RunError: it cannot be, or the batch or its sequences cannot.
-    """
+    """The split of a run's model between devices."""
     sizes = axes_of(config.mesh) or {config.parallel or "data": devices}
     if math.prod(sizes.values()) != devices:
         raise RunError(

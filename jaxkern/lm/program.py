@@ -49,11 +49,7 @@ class Placement:
 
     @staticmethod
     def of(config: TrainConfig, devices: Sequence[Any]) -> "Placement":
-        """Puts a run on one device, or splits it between several.
-
-        Raises:
-          RunError: model or batch cannot be split so.
-        """
+        """Puts a run on one device, or splits it between several."""
         split = split_of(config, len(devices))
         if not (axes := split.axes):
             return Placement(tuple(devices), split, None)
@@ -274,9 +270,6 @@ def warm(config: TrainConfig, gpu: str, devices: int) -> None:
         config: of a run.
         gpu: a name in ``jaxkern.core.target.GPUS``.
         devices: how many GPUs share each batch.
-
-    Raises:
-        RunError: whatever the user can put right.
     """
     there = [name for name, each in GPUS.items() if each.unsupported is None]
     if gpu not in there:

@@ -74,11 +74,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut short by a kill is left out.
-
-    Raises:
-        RunError: if another line is no record, or the steps are not in order.
-    """
+    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
     records: list[dict[str, Any]] = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -300,9 +296,6 @@ class Profile:
         run's first ones, ``None`` for none.
       done: the steps that the run has.
       end: the last step of the run.
-
-    Raises:
-      RunError: the run does not have these steps any more, or ends before them.
     """
 
     def __init__(self, folder: Path, steps: str | None, *, done: int, end: int):

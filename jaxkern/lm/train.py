@@ -82,10 +82,6 @@ def train(flags: dict[str, Any]) -> None:
 
     Args:
         flags: the command line's that were given, by name.
-
-    Raises:
-        RunError: whatever the user can put right.
-        Stopped: a signal came; its message names the folder and the step that is saved.
     """
     profile, out, file = (flags.pop(name, None) for name in ("profile", "out", "config"))
     if flags.pop("resume", False):

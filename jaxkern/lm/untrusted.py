@@ -21,11 +21,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond the first 65,5
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a file of a folder; ``None`` if it has none of this name.
-
-    Raises:
-      RunError: it lies elsewhere, or is no file.
-    """
+    """The path of a file of a folder; ``None`` if it has none of this name."""
     try:
         root, path = folder.resolve(), folder / name
         roots = [root]
@@ -46,11 +42,7 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def read_text(path: Path, limit: int = _SMALL) -> str:
-    """The text of a file, UTF-8 with or without a mark of byte order.
-
-    Raises:
-      RunError: it cannot be read, is something else, or has more bytes than `limit`.
-    """
+    """The text of a file, UTF-8 with or without a mark of byte order."""
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
@@ -67,11 +59,7 @@ def read_text(path: Path, limit: int = _SMALL) -> str:
 
 
 def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
-    """The JSON object in a file of a folder; ``None`` if it has none of this name.
-
-    Raises:
-      RunError: the file cannot be read, or is no `what`.
-    """
+    """The JSON object in a file of a folder; ``None`` if it has none of this name."""
     path = file_in(folder, name)
     return None if path is None else parse(read_text(path), path, what)
 

@@ -233,11 +233,7 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def build(config: TrainConfig, out: Path) -> Corpus:
-    """Tokenise the documents of a run, but for what is there already.
-
-    Raises:
-      RunError: a path is missing, a file cannot be read, or there is too little text.
-    """
+    """Tokenise the documents of a run, but for what is there already."""
     found, shared = _found(config), _folder(config, out)
     shared.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=shared).close()  # what cannot be written to is told now
@@ -268,9 +264,6 @@ def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
       config: of the run.
       out: its folder.
       info: of the corpus that the run began with.
-
-    Raises:
-      RunError: they are not there.
     """
     folder = _folder(config, out) / str(info.get("folder"))
     try:
@@ -446,9 +439,6 @@ def _tokenise(
     Returns:
       Of each source how its documents are "split", "by document", "by position" or "by source", and
       of each part how many "tokens", "documents" and "bytes" of text it holds.
-
-    Raises:
-      RunError: a file cannot be read.
     """
     from tqdm import tqdm
 

@@ -127,11 +127,7 @@ def _between_words(text: str) -> int:
 
 
 def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
-    """Read the arguments of a flag; the standard library is meant if there are none.
-
-    Raises:
-      RunError: a weight is no weight, or only some arguments have one.
-    """
+    """Read the arguments of a flag; the standard library is meant if there are none."""
     sources = []
     for text in texts or [""]:
         (path, given), weight, field = split_weight(text), None, "text"
@@ -156,11 +152,7 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
 ) -> list[Source]:
-    """Find the files that a flag names, but for those `left_out`.
-
-    Raises:
-      RunError: a path is missing or names no text, or only files that are left out.
-    """
+    """Find the files that a flag names, but for those `left_out`."""
     found = []
     for source in parse(texts, flag):
         files, skipped = _files(source, flag)

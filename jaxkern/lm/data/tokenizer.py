@@ -94,11 +94,7 @@ class Tokenizer:
 
 
 def kind_of(spec: str) -> int | str | None:
-    """The size of ``bpe:SIZE``, the path of a tokenizer that there is, or ``None`` for bytes.
-
-    Raises:
-        RunError: it is none of them.
-    """
+    """The size of ``bpe:SIZE``, the path of a tokenizer that there is, or ``None`` for bytes."""
     if spec == "bytes":
         return None
     if spec.startswith("bpe:"):
@@ -131,9 +127,6 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     Args:
         path: the file or the folder.
         stored: "begin" and "end", where a run has kept them; else the files say.
-
-    Raises:
-        RunError: it is not there, or cannot be read.
     """
     path = Path(path)
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
@@ -174,9 +167,6 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
 
     Returns:
         The tokenizer, and its settings.
-
-    Raises:
-        RunError: a file cannot be read.
     """
     said = settings(file.parent) if said is None else said
     library = need_package("tokenizers", str(file))
@@ -212,9 +202,6 @@ def settings(folder: Path) -> dict[str, Any]:
 
     Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
     they say nothing, and else they overrule it.
-
-    Raises:
-        RunError: a file that is there cannot be read.
     """
     said = untrusted.read_json(folder, "tokenizer_config.json", _WHAT) or {}
     if "added_tokens_decoder" not in said:
@@ -267,12 +254,7 @@ def text_of(said: dict[str, Any], name: str) -> str | None:
 
 
 def generation(folder: Path) -> tuple[int | None, list[int]]:
-    """The token that transformers begins a text with that has none, and those that end a text.
-
-    Raises:
-        RunError: generation_config.json, or without it config.json, cannot be read, or names what
-            no token can be.
-    """
+    """The token that transformers begins a text with that has none, and those that end a text."""
     name = "generation_config.json"
     said = untrusted.read_json(folder, name, "configuration of a generation")
     if said is None:
