@@ -374,9 +374,9 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     ):
         assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
     assert min(each) <= last["validation_loss"] <= max(each)
-    stored = checkpoint.read_config(finished)
-    assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
-    assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
+    config, info = checkpoint.read(finished)
+    assert config.vocab_size == config.model.vocab_size == 320
+    assert info["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
     # A loss of bytes is one of tokens by how many there are of each.
     assert 0.2 < last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"] < 0.9
 

@@ -1,5 +1,6 @@
 """Hugging Face's layout: folders read as transformers reads them, models written, runs exported."""
 
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -101,13 +102,13 @@ ONE_BY_DEFAULT = pytest.mark.parametrize(
 
 def model_of(kind, otherwise=False):
     """config.json of a model, and its shape."""
-    config, stored = BOTH | CONFIGS[kind] | {"model_type": kind}, MODELS[kind].stored()
+    config, size = BOTH | CONFIGS[kind] | {"model_type": kind}, MODELS[kind]
     config["architectures"] = [f"{CLASSES[kind]}ForCausalLM"]
     if otherwise:
         block = {} if kind == "bamba" else BIASED | {"layer_norm_epsilon": 0.3}
-        config, stored = config | block | OTHERWISE[kind], stored | OTHER[kind] | BIASED
-        stored["eps"] = 0.3
-    return config, ModelConfig(**stored)
+        config |= block | OTHERWISE[kind]
+        size = dataclasses.replace(size, **OTHER[kind] | BIASED, eps=0.3)
+    return config, size
 
 
 THEIRS = {"norm": "norm.weight", "norm_weight": "mixer.norm.weight", "dt_bias": "mixer.dt_bias"}
@@ -235,7 +236,7 @@ def test_models_that_do_not_fit_are_not_written(tmp_path):
         ({"use_bias": True}, r"params does not fit .*: blocks.in_bias"),
         ({"n_layers": 3}, r"params does not fit .*: blocks.A_log"),
     ):
-        size = ModelConfig(**MODELS["mamba2"].stored() | sizes)
+        size = dataclasses.replace(MODELS["mamba2"], **sizes)
         with pytest.raises(ValueError, match=words):
             hf.save(tmp_path / "saved", size, random_params(MODELS["mamba2"]))
         assert not (tmp_path / "saved").exists()
@@ -554,7 +555,7 @@ def test_a_checkpoint_is_sampled_from(tmp_path, capsys, kind):
 
 
 def test_a_model_of_bytes_needs_no_tokenizer(tmp_path):
-    size = ModelConfig(**SIZE.stored() | {"vocab_size": 256, "expand": 2})
+    size = dataclasses.replace(SIZE, vocab_size=256, expand=2)
     more = {"vocab_size": 256, "expand": 2, "time_step_rank": "auto"}
     folder = folder_of(tmp_path, tensors=weights(size), **more)
     assert isinstance(sample.load_hf(folder).codec, sample.Bytes)
@@ -587,7 +588,7 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     ):
         assert words in command(capsys, "export", "--run", out, *argv, code=1)
     assert "holds no run" in command(capsys, "export", "--run", tmp_path, "--hf", "x", code=1)
-    assert checkpoint.read_config(out)
+    assert checkpoint.read(out)
 
 
 def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys):
@@ -608,14 +609,12 @@ def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys
         ("bpe:270", "", set()),
         ("bytes", "0 0 0", set()),
     ):
-        told = {"flags": {"init_hf": str(begun), "tokenizer": str(spec)}}
+        told, info = {"init_hf": str(begun), "tokenizer": str(spec)}, {}
         if spec != "bytes":
             read = trained if spec == "bpe:270" else tokenizers.load(spec)
             (out / "tokenizer.json").write_text(read.stored())
-            told["data"] = {"tokenizer": {"begin": read.begin, "end": read.end}}
-        (out / "config.yaml").write_text(json.dumps(told["flags"]))
-        record = json.loads((out / "run.json").read_text()) | {"data": told.get("data", {})}
-        (out / "run.json").write_text(json.dumps(record))
+            info = {"tokenizer": {"begin": read.begin, "end": read.end}}
+        checkpoint.write(out, TrainConfig.from_flags({"model": SIZE} | told), info)
         command(capsys, "export", "--run", out, "--hf", theirs)
         files = {path.name for path in theirs.iterdir()}
         config = config_in(theirs)
@@ -688,14 +687,11 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     hf.save(begun, small, random_params(small))
     flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
     command(capsys, *argv, *flags, "--steps", 2)
-    config = checkpoint.read_config(out)
-    rate = config["flags"]["optimizer"]["lr"]
-    assert (config["flags"]["preset"], rate) == ("micro", PRESETS["micro"].optimizer.lr)
-    assert config["flags"]["init_hf"] == str(begun)
-    assert ModelConfig(**config["model"]) == small
+    config, info = checkpoint.read(out)
+    assert (config.preset, config.optimizer.lr) == ("micro", PRESETS["micro"].optimizer.lr)
+    assert (config.init_hf, config.model) == (str(begun), small)
 
-    trained = checkpoint.config_of(out, config)
-    ((_, (batch,)),) = data.reopen(trained, out, config["data"]).validation(trained)
+    ((_, (batch,)),) = data.reopen(config, out, info).validation(config)
     loss = loss_float64(small, random_params(small), batch.tokens)
     first = read_metrics(out / "metrics.jsonl")[0]
     assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
@@ -726,13 +722,13 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
     assert texts[0] == texts[1]
 
     command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    flags = checkpoint.read_config(more)["flags"]
-    assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
+    config, _ = checkpoint.read(more)
+    assert (config.tokenizer, config.vocab_size) == (str(theirs), model.config.vocab_size)
     tokenizer = (theirs / "tokenizer.json").read_text()
     assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
     assert sample.load(more).encode("state") == model.encode("state")
     # Both runs have the same tokens: no document has a second one that begins it.
-    kept = [checkpoint.read_config(folder)["data"] | {"folder": ""} for folder in (more, out)]
+    kept = [checkpoint.read(folder)[1] | {"folder": ""} for folder in (more, out)]
     assert kept[0] == kept[1]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)

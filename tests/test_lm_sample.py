@@ -296,9 +296,7 @@ def test_texts_of_several_prompts_end_each_by_itself():
 
 @pytest.fixture
 def run(tmp_path):
-    flags, versions = {"of": "another version"}, {"jaxkern": "0.0.9"}
-    low = str(Policy.parse("bf16"))
-    return run_of(tmp_path / "run", MICRO, PARAMS, precision=low, flags=flags, versions=versions)
+    return run_of(tmp_path / "run", MICRO, PARAMS, mixed_precision="bf16")
 
 
 def test_load(run):
@@ -332,8 +330,6 @@ def test_load_says_what_a_folder_is_not(run, tmp_path):
     refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
     refused(r"holds no run \(no run.json\)", jaxkern.lm.load, tmp_path)
     refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
-    rewrite(model=MICRO.stored() | {"heads": 4})
-    refused(r"was written by jaxkern 0.0.9, .*heads", jaxkern.lm.load, run)
     rewrite(format="jaxkern-lm-1")
     refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')

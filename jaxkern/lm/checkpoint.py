@@ -30,7 +30,6 @@ import jaxkern
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import locked, write_atomically
 from jaxkern.lm.processes import ALONE, Alone
-from jaxkern.precision import Policy
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
     import orbax.checkpoint as ocp
@@ -75,62 +74,35 @@ def only_process(out: Path) -> Iterator[str]:
         yield token
 
 
-def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
+def write(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
     """Write config.yaml and run.json, which make the folder a run; `data` is its corpus's info."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     versions = {name: metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
-    record = {"format": FORMAT, "model": config.model.stored(), "precision": _dtypes(config)}
-    record |= {"data": data, "versions": versions}
     config.save(run / f"{_CONFIG}.tmp")
     os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
+    record = {"format": FORMAT, "data": data, "versions": versions}
     write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """The record of a run: what run.json holds, and its configuration as `flags`."""
-    import yaml
-
+def read(run: Path) -> tuple[TrainConfig, dict[str, Any]]:
+    """The configuration of a run, and its corpus's info."""
     if not is_run(run):
         raise RunError(f"{run} holds no run (no {_RECORD}); give the --out of a jaxkern train")
-    reason = "a table is missing"
     try:
         record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-        if (found := record["format"]) != FORMAT:
-            raise RunError(
-                f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
-                f"{FORMAT!r}; train again with another --out"
-            )
-        record["flags"] = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
-        if all(isinstance(record[name], dict) for name in ("flags", "model", "data")):
-            return record
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise RunError(
-        f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
-        "another --out"
-    )
-
-
-def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
-    """The configuration of a run; `stored` is its record."""
-    config = TrainConfig.load(run / _CONFIG)
-    own = config.model.stored() | {"mixed_precision": _dtypes(config)}
-    found = stored["model"] | {"mixed_precision": stored.get("precision")}
-    if differing := differences(found, own):
+        found, data = record["format"], dict(record["data"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunError(
-            f"{run / _CONFIG}: its model is not that of the run, where {differing}; put it back, "
-            "or start a new run"
+            f"{run / _RECORD} is damaged ({type(error).__name__}: {error}); restore it, or train "
+            "again with another --out"
+        ) from None
+    if found != FORMAT:
+        raise RunError(
+            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
+            f"{FORMAT!r}; train again with another --out"
         )
-    return config
-
-
-def _dtypes(config: TrainConfig) -> str:
-    """The dtypes of a run, or what names none."""
-    try:
-        return str(Policy.parse(config.mixed_precision))
-    except ValueError:
-        return config.mixed_precision
+    return TrainConfig.load(run / _CONFIG), data
 
 
 def steps(run: Path) -> list[int]:
@@ -305,9 +277,3 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )
-
-
-def differences(stored: dict[str, Any], own: dict[str, Any]) -> str:
-    """Says which values of a stored model differ from this one's."""
-    names = [name for name in own if stored.get(name) != own[name]]
-    return ", ".join(f"{name} is {stored.get(name)}, not {own[name]}" for name in names)

@@ -336,11 +336,6 @@ class ModelConfig:
         """The inner channels of an MLP."""
         return self.d_mlp or 4 * self.d_model
 
-    def stored(self) -> dict[str, Any]:
-        """The arguments that make it again, in values that JSON has: infinity is a text."""
-        limits = [each if math.isfinite(each) else str(each) for each in self.dt_limit]
-        return dataclasses.asdict(self) | {"dt_limit": limits}
-
 
 def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The shortest tuple of which another one is repeats."""

@@ -308,9 +308,9 @@ def export(
     model, notes = sample.load_run(run, step=step)
     for note in notes:
         say(f"warning: {note}")
-    stored = checkpoint.read_config(run)
-    begun = stored["flags"].get("init_hf")
-    like = Path(begun) if begun and (Path(begun) / CONFIG).exists() else None
+    config, info = checkpoint.read(run)
+    begun = Path(config.init_hf)
+    like = begun if config.init_hf and (begun / CONFIG).exists() else None
     if folder.exists() and not folder.is_dir():
         raise RunError(f"--hf {folder} is a file; name a folder")
     if checkpoint.is_run(folder):
@@ -325,8 +325,8 @@ def export(
         save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    spec = stored["flags"].get("tokenizer", "bytes")
-    _write_tokenizer(folder, data.open_tokenizer(spec, run, stored["data"]), like, spec)
+    tokenizer = data.open_tokenizer(config.tokenizer, run, info)
+    _write_tokenizer(folder, tokenizer, like, config.tokenizer)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 

@@ -27,10 +27,10 @@ from jaxkern.lm.step import (
     init_state,
     make_model,
     make_train_step,
+    precision_policy,
     schedule_of,
     token_weights,
 )
-from jaxkern.precision import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +117,6 @@ class Placement:
         if self.split.tensor == 1:
             return state
         return self.jit(self.split.to_devices, self.shardings(state))(state)
-
-
-def precision_policy(config: TrainConfig) -> Policy:
-    """The dtypes of a run."""
-    try:
-        return Policy.parse(config.mixed_precision)
-    except ValueError as error:
-        raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
 def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:

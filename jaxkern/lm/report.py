@@ -47,7 +47,7 @@ class MetricsLog:
             self._file = path.open("a", encoding="utf-8")
 
     def follow(self, names: Sequence[str], out: Path, stored: dict[str, Any]) -> None:
-        """Have trackers show all records, of a run whose record is `stored`."""
+        """Have trackers show all records, of a run whose configuration is `stored`."""
         self._followers = [_TRACKERS[name](out, stored, self.records) for name in names]
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:

@@ -32,13 +32,11 @@ try:
     from flax import nnx
 
     from jaxkern.lm.model import MambaLM, Options, initial_params
-    from jaxkern.lm.step import make_model
+    from jaxkern.lm.step import make_model, precision_policy
 except ImportError as error:
     raise ImportError(
         "jaxkern.lm.load needs flax; run: pip install flax orbax-checkpoint"
     ) from error
-
-from jaxkern.precision import Policy
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
@@ -416,28 +414,19 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
             f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
             "jaxkern sample --hf, or jaxkern.lm.load"
         )
-    stored = checkpoint.read_config(run)
-    try:
-        config = ModelConfig(**stored["model"])
-        policy = Policy.parse(stored["precision"])
-    except (KeyError, TypeError, ValueError) as error:
-        version = (stored.get("versions") or {}).get("jaxkern", "another version")
-        raise RunError(
-            f"{run} was written by jaxkern {version}, and this one cannot read it ({error}); "
-            "install that one, or train again"
-        ) from None
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    config, info = checkpoint.read(run)
+    policy = precision_policy(config)
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
     notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
-    spec, info = stored["flags"].get("tokenizer", "bytes"), stored["data"]
-    if spec != "bytes" and not (run / tokenizers.FILE).is_file():
+    if config.tokenizer != "bytes" and not (run / tokenizers.FILE).is_file():
         raise RunError(
             f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
             "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
         )
-    codec = codec_of(data.open_tokenizer(spec, run, info))
-    return LanguageModel(config, found.state["params"], found.step, codec), notes
+    codec = codec_of(data.open_tokenizer(config.tokenizer, run, info))
+    return LanguageModel(config.model, found.state["params"], found.step, codec), notes
 
 
 def load_hf(folder: Path | str) -> LanguageModel:

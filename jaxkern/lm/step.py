@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import jaxkern
-from jaxkern.lm.config import ModelConfig, TrainConfig
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
 from jaxkern.lm.parallel import TOKENS, Split
@@ -52,6 +52,14 @@ def compiler_options(platform: str) -> dict[str, Any] | None:
     if platform != "gpu":
         return None
     return {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+
+
+def precision_policy(config: TrainConfig) -> Policy:
+    """The dtypes of a run."""
+    try:
+        return Policy.parse(config.mixed_precision)
+    except ValueError as error:
+        raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
 def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
@@ -257,7 +265,7 @@ def make_train_step(
     mode: Any = config.implementation
     split = Split(config.model) if split is None else split
     each_layer = gathers_in_layers(config, split)
-    compute = Policy.parse(config.mixed_precision).compute
+    compute = precision_policy(config).compute
 
     def train_step(state: TrainState, windows: Any, schedule: Schedule):
         scale = state.loss_scale

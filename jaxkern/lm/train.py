@@ -27,7 +27,6 @@ from jaxkern.lm.program import (
     abstract_state,
     compile_programs,
     keep_programs,
-    precision_policy,
 )
 from jaxkern.lm.report import (
     BITS,
@@ -41,7 +40,7 @@ from jaxkern.lm.report import (
     read_metrics,
     validation_told,
 )
-from jaxkern.lm.step import TrainState, init_state, schedule_of
+from jaxkern.lm.step import TrainState, init_state, precision_policy, schedule_of
 from jaxkern.lm.stop import say
 from jaxkern.precision import DynamicLossScale
 
@@ -67,7 +66,7 @@ class Trained(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """What the steps start from; a run that has them all has no programs."""
+    """State that the steps start from; a run that has them all has no programs."""
 
     state: Any
     done: int
@@ -147,7 +146,7 @@ class Trainer:
         begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
         name = Path(config.init_hf or config.preset).resolve().name
         self.out = Path(out or f"runs/{name}-{begun}")
-        self._stored: dict[str, Any] | None = None
+        self._stored: dict[str, Any] | None = None  # of the corpus of a run that goes on
         self._set(config)
 
     @classmethod
@@ -169,9 +168,8 @@ class Trainer:
           RunError: it is no run, or a change is none that a run may have.
         """
         folder = Path(out)
-        stored = processes.current.share(lambda: checkpoint.read_config(folder))
-        config = changed(checkpoint.config_of(folder, stored), changes or {})
-        trainer = cls(config, folder, profile=profile)
+        config, stored = checkpoint.read(folder)
+        trainer = cls(changed(config, changes or {}), folder, profile=profile)
         trainer._stored = stored
         return trainer
 
@@ -225,7 +223,7 @@ class Trainer:
             corpus = self._new_corpus()
             self._set(self.config.for_tokens(corpus.tokenizer.size))
         else:
-            corpus = data.reopen(self.config, self.out, stored["data"])
+            corpus = data.reopen(self.config, self.out, stored)
         say(f"data     {corpus.describe()}")
         batches = corpus.batches(self.config)
         if stored is not None and checkpoint.steps(self.out):
@@ -249,7 +247,7 @@ class Trainer:
             lost = not (self.out / "tokenizer.json").is_file()
             if self.config.tokenizer != "bytes" and lost:
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
-            checkpoint.write_config(self.out, self.config, corpus.info)
+            checkpoint.write(self.out, self.config, corpus.info)
         return _Begun(state, done, corpus, batches, programs, profile)
 
     def _traced(self, done: int) -> Profile:
@@ -319,7 +317,7 @@ class Trainer:
             opened = MetricsLog(path if main else None, resume_at=done)
             with contextlib.closing(opened) as log:
                 if main:
-                    log.follow(config.log_to, self.out, checkpoint.read_config(self.out))
+                    log.follow(config.log_to, self.out, dataclasses.asdict(config))
                 state, speed = self._loop(begun, begun.programs, log)
             self.peers.trained()
             if main:
@@ -490,7 +488,7 @@ class Trainer:
         say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
 
     def _where_it_stands(self) -> str:
-        """How a run that was stopped outside its steps is continued."""
+        """Says how a run that was stopped outside its steps is continued."""
         out = self.out
         if checkpoint.is_run(out):
             last = max(checkpoint.steps(out), default=None)
@@ -571,11 +569,12 @@ def weights(config: TrainConfig) -> Any:
 
     shape, params = hf.load(config.init_hf)
     shape = dataclasses.replace(shape, dropout=config.model.dropout)
-    if differing := checkpoint.differences(shape.stored(), config.model.stored()):
-        raise RunError(
-            f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
-            f"{differing}; put it back, or start a new run"
-        )
+    for name, own in dataclasses.asdict(config.model).items():
+        if (found := getattr(shape, name)) != own:
+            raise RunError(
+                f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
+                f"{name} is {found}, not {own}; put it back, or start a new run"
+            )
     return params
 
 
