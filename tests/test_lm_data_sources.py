@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import pathlib
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -176,7 +175,7 @@ def test_what_is_no_text_is_refused_and_passed_over_in_a_folder(tmp_path, name, 
     assert reason.startswith(str(path))
 
 
-def test_what_cannot_be_named(tmp_path, monkeypatch):
+def test_what_cannot_be_named(tmp_path):
     table = write_table(tmp_path / "a.parquet", TEXTS, "content")
     binary = write_table(tmp_path / "b.parquet", [text.encode() for text in TEXTS])
     for named, words in (
@@ -196,14 +195,6 @@ def test_what_cannot_be_named(tmp_path, monkeypatch):
             {pathlib.Path(path)},
         )
         refused(words, find, [str(named)], "--data", held_out=0, left_out=left_out)
-
-    (packed := tmp_path / "a.zst").write_bytes(zstd(b"text"))
-    for module in ("pyarrow", "pyarrow.parquet", "tokenizers"):
-        monkeypatch.setitem(sys.modules, module, None)
-    for path in (table, packed):
-        refused("needs pyarrow; run: pip install pyarrow", documents, path)
-    words = "needs tokenizers; run: pip install tokenizers"
-    refused(words, tokenizer.train_bpe, iter([]), 300, show=False)
 
 
 def test_what_begins_and_ends_a_text(tmp_path):

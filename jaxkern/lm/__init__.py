@@ -54,7 +54,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
       by its tokenizer.
 
     Raises:
-      ImportError: flax or orbax is missing; ``pip install flax orbax-checkpoint``.
+      ImportError: a package of the extras lm, hf or data is missing.
       RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
         none that is whole.
 

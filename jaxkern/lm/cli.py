@@ -8,7 +8,6 @@ flax are imported only by the command that needs them.
 import contextlib
 import dataclasses
 import errno
-import importlib.util
 import io
 import itertools
 import math
@@ -325,6 +324,10 @@ def _explain(error: BaseException) -> str | None:
         from jaxkern.lm.memory import REMEDY
 
         return f"out of memory; {REMEDY}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        named = {"orbax": "orbax-checkpoint"}.get(package, package)
+        return None if package == "jaxkern" else f"{named} is missing; run: pip install {named}"
     if isinstance(error, NotImplementedError):
         reason, asked, _ = text.partition(" Use implementation=")
         return f"{reason} Use --implementation auto, or xla." if asked else text
@@ -341,7 +344,6 @@ _NO_SPACE = {
 def _train(flags: dict[str, Any]) -> None:
     from jaxkern.lm import processes
 
-    _need_packages("train", *(["safetensors"] if "init_hf" in flags else []))
     names = "coordinator", "processes", "process"
     found = processes.find(*(flags.pop(name, None) for name in names))
     with processes.joined(found, flags):
@@ -359,7 +361,6 @@ def _sample(flags: dict[str, Any]) -> None:
         prompts += [line.removesuffix("\r") for line in lines if line.strip()]
         if not prompts:
             raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
-    _need_packages("sample", *(["safetensors", "tokenizers"] if folder else []))
     _start_jax()
     from jaxkern.lm import sample
 
@@ -376,7 +377,6 @@ def _sample(flags: dict[str, Any]) -> None:
 
 
 def _export(flags: dict[str, Any]) -> None:
-    _need_packages("export", "safetensors")
     _start_jax()
     from jaxkern.lm.hf import export
 
@@ -384,7 +384,6 @@ def _export(flags: dict[str, Any]) -> None:
 
 
 def _warm(flags: dict[str, Any]) -> None:
-    _need_packages("warm")
     gpu, file = flags.pop("gpu"), flags.pop("config", None)
     config = TrainConfig.from_flags(flags, file)
     devices = math.prod(axes_of(config.mesh).values())
@@ -428,16 +427,6 @@ def _start_jax() -> None:
             f"JAX cannot start{f' with JAX_PLATFORMS={named}' if named else ''}: "
             f"{str(error) or 'there is no such device'}; jaxkern doctor shows what there is"
         ) from None
-
-
-def _need_packages(command: str, *more: str) -> None:
-    """Raises RunError with the packages that are missing, by what installs them from anywhere."""
-    packages = "flax", "orbax-checkpoint", "matplotlib", "tqdm", *more
-    there = lambda package: importlib.util.find_spec(package.partition("-")[0])
-    if missing := [package for package in packages if not there(package)]:
-        raise RunError(
-            f"jaxkern {command} needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
-        )
 
 
 _COMMANDS: dict[str, tuple[Any, Callable[[dict[str, Any]], None]]] = {

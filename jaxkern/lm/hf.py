@@ -33,6 +33,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
@@ -41,14 +43,6 @@ from jaxkern.lm.data import write_atomically
 from jaxkern.lm.hf_layouts import CONFIG, HEAD, HOW_TO_GET, LAYOUTS, Layout, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params
 from jaxkern.lm.stop import say
-
-try:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import save_file
-except ImportError as error:
-    raise ImportError(
-        "jaxkern.lm.hf needs safetensors; run: pip install safetensors tokenizers"
-    ) from error
 
 _STORED = ("F64", "F32", "F16", "BF16")
 _WRITTEN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}

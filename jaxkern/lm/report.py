@@ -7,7 +7,6 @@ alone gets the earlier records, too.
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -108,8 +107,6 @@ class TensorBoard:
     It is numpy and protobuf alone, where TensorBoard's own writer brings the whole of it.
     """
 
-    package = "tensorboardX"
-
     def __init__(self, out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]):
         from tensorboardX import SummaryWriter
 
@@ -135,8 +132,6 @@ class WeightsAndBiases:
 
     Its environment variables say what it does: WANDB_PROJECT, WANDB_MODE=offline and so on.
     """
-
-    package = "wandb"
 
     def __init__(self, out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]):
         import wandb  # pyright: ignore[reportMissingImports]
@@ -171,14 +166,7 @@ class WeightsAndBiases:
 
 
 _TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise RunError if a package is missing."""
-    packages = [_TRACKERS[name].package for name in names]
-    missing = " ".join(each for each in packages if not importlib.util.find_spec(each))
-    if missing:
-        raise RunError(f"--log-to {' '.join(names)} needs {missing}; run: pip install {missing}")
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 class Speed:

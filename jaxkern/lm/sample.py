@@ -21,22 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
-
-try:
-    from flax import nnx
-
-    from jaxkern.lm.model import MambaLM, Options, initial_params
-    from jaxkern.lm.step import make_model, precision_policy
-except ImportError as error:
-    raise ImportError(
-        "jaxkern.lm.load needs flax; run: pip install flax orbax-checkpoint"
-    ) from error
+from jaxkern.lm.model import MambaLM, Options, initial_params
+from jaxkern.lm.step import make_model, precision_policy
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it

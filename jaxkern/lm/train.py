@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import operator
 import shlex
@@ -30,12 +31,12 @@ from jaxkern.lm.program import (
 )
 from jaxkern.lm.report import (
     BITS,
+    PACKAGES,
     PERPLEXITY,
     MetricsLog,
     Profile,
     Progress,
     Speed,
-    check_trackers,
     plot_losses,
     read_metrics,
     validation_told,
@@ -195,7 +196,8 @@ class Trainer:
                 if fresh:
                     peers.share(lambda: checkpoint.check_fresh(self.out))
                 if peers.main:
-                    check_trackers(self.config.log_to)
+                    for name in self.config.log_to:  # what is missing is told now
+                        importlib.import_module(PACKAGES[name])
                 keep_programs()
                 created = not self.out.exists()
                 with held(self.out, peers):

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import MARKER, need_package
+from jaxkern.lm.data.sources import MARKER
 
 SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
@@ -135,7 +135,6 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
             f"--tokenizer {path}: no such tokenizer; give bytes, bpe:32000 or another size, or a "
             "tokenizer.json of Hugging Face or its folder"
         )
-    need_package("tokenizers", f"--tokenizer {path}")
     try:
         tokenizer, said = open_file(file, {} if stored is not None else None)
     except RunError as error:
@@ -168,12 +167,13 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
     Returns:
         The tokenizer, and its settings.
     """
+    import tokenizers
+
     said = settings(file.parent) if said is None else said
-    library = need_package("tokenizers", str(file))
     text = untrusted.read_text(file, untrusted.LARGE)
     untrusted.parse(text, file, "tokenizer")
     with told(f"{file} cannot be read"):
-        tokenizer = library.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.encode("")
     if tokenizer.padding:
         said = {"pad_token": tokenizer.padding["pad_token"]} | said
@@ -223,14 +223,14 @@ def _added(said: dict[str, Any], folder: Path) -> tuple[list[Any], list[Any]]:
 
     Both are in the order in which transformers adds them, which numbers those that are new.
     """
-    library = need_package("tokenizers", str(folder))
+    from tokenizers import AddedToken
 
     def added(token: Any, **properties: bool) -> Any:
         known = token if isinstance(token, dict) else {"content": token}
         if not isinstance(known.get("content"), str):
             raise ValueError(f"{token!r} is no token")
         kept = {name: known[name] for name in _PROPERTIES if name in known}
-        return library.AddedToken(known["content"], **kept | properties)
+        return AddedToken(known["content"], **kept | properties)
 
     try:
         listed = (said.get("added_tokens_decoder") or {}).items()
@@ -282,14 +282,15 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
         size: of the vocabulary, with the 256 bytes and the token that begins and ends a text.
         show: whether to draw a progress bar.
     """
-    library = need_package("tokenizers", f"--tokenizer bpe:{size}")
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[MARKER],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show,
     )
     # In a thread of its own, so that a signal need not wait for it.
@@ -298,5 +299,5 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
         pool.submit(tokenizer.train_from_iterator, texts, trainer).result()
     finally:
         pool.shutdown(wait=False)
-    token = tokenizer.token_to_id(MARKER)
+    token: Any = tokenizer.token_to_id(MARKER)
     return Tokenizer(tokenizer, token, token)
