@@ -87,7 +87,7 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
         assert [text for text in TOLD if text in {*texts}] == texts
     assert sorted(learned + held) == sorted(TOLD)
     assert 1 <= len(held) <= 25
-    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode(learned)]
+    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode_batch(learned)]
     np.testing.assert_array_equal(train.tokens, np.concatenate(at_once))
     assert (train.tokens.dtype, corpus.info["tokenizer"]["size"]) == (np.uint16, 300)
     plain = build(root, tmp_path / "bytes")
@@ -115,10 +115,10 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(corpus_module, "_SAVE", 0.0 if saved else 1e9)
     named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
     whole = build(root, tmp_path / "undisturbed", **named)
-    encode, left, kills = tokenizer.Bytes.encode, itertools.count(1), 6 if saved else 2
+    encode, left, kills = tokenizer.Bytes.encode_batch, itertools.count(1), 6 if saved else 2
     killed = lambda self, texts: encode(self, texts) if next(left) % 4 else 1 / 0
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer.Bytes, "encode", killed)
+        patch.setattr(tokenizer.Bytes, "encode_batch", killed)
         for _ in range(kills):
             with pytest.raises(ZeroDivisionError):
                 build(root, tmp_path / "run", **named)
@@ -126,9 +126,9 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     assert build(root, tmp_path / "run", **named).info == whole.info
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
-    encode, out = tokenizer.Tokenizer.encode, tmp_path / "stopped"
+    encode, out = tokenizer.Tokenizer.encode_batch, tmp_path / "stopped"
     interrupted = lambda self, texts: (signal.raise_signal(signal.SIGINT), encode(self, texts))[1]
-    monkeypatch.setattr(tokenizer.Tokenizer, "encode", interrupted)
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", interrupted)
     argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
     line = command(capsys, *argv, code=128 + signal.SIGINT)
     assert re.search(
@@ -385,7 +385,7 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     assert ids[0] == 0
     assert len(ids) < len("the scan reads é")
     assert model.decode(ids) == "the scan reads é"
-    assert (model.codec.ends, model.codec.encode("")) == ({0}, [0])
+    assert (model.codec.ends, model.codec.encode("")) == ((0,), [0])
     lost = shutil.copytree(finished, tmp_path / "lost")
     argv = ["sample", "--run", lost, "--length", 5, "--temperature", 0]
     printed = command(capsys, *argv, "--prompt", "the scan")

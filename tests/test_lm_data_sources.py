@@ -217,14 +217,14 @@ def test_what_begins_and_ends_a_text(tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     bare = tokenizer.load(tmp_path / "bare.json")
     assert bare.begin == bare.end == 299
-    assert np.array_equal(bare.encode(["é x"])[0] + 1, trained.encode(["é x"])[0])
+    assert np.array_equal(bare.encode_batch(["é x"])[0] + 1, trained.encode_batch(["é x"])[0])
 
 
 def test_a_marker_inside_a_document_is_no_token():
     trained = tokenizer.train_bpe(iter([*TEXTS, "<|endoftext|>"] * 9), 300, show=False)
     texts = ["a <|endoftext|> b", "<|endoftext|>", "", "<<|endoftext|>|endoftext|>"]
-    encoded = trained.encode(texts)
+    encoded = trained.encode_batch(texts)
     assert all(0 not in tokens for tokens in encoded)
     assert [trained.tokenizer.decode(tokens.tolist()) for tokens in encoded] == texts
     trained.tokenizer.add_special_tokens(["<|user|>"])
-    assert 300 in trained.encode(["<|user|> asks"])[0]
+    assert 300 in trained.encode_batch(["<|user|> asks"])[0]

@@ -504,11 +504,11 @@ def of_transformers(folder):
 def of_jaxkern(folder):
     read, run = hf.load_tokenizer(folder), tokenizers.load(folder)
     texts = [tokenizers.text_of(run.said, f"{name}_token") for name in ("bos", "eos", "pad")]
-    named = [None if text is None else read.token_to_id(text) for text in texts]
-    begin, ends = tokenizers.generation(folder)
+    named = [None if text is None else read.tokenizer.token_to_id(text) for text in texts]
+    begin, ends = read.begin, read.ends
     assert run.begin in (named[0], begin) or named[0] is begin is None
     assert run.end in (named[1], *ends) or (named[1] is None and not ends)
-    return shown(named, read.encode(TEXT).ids, [begin, *ends])
+    return shown(named, read.encode(TEXT), [begin, *ends])
 
 
 READERS = [of_jaxkern, *[of_transformers][: importlib.util.find_spec("transformers") is not None]]
@@ -552,7 +552,7 @@ def test_a_model_of_bytes_needs_no_tokenizer(tmp_path):
     size = dataclasses.replace(SIZE, vocab_size=256, expand=2)
     more = {"vocab_size": 256, "expand": 2, "time_step_rank": "auto"}
     folder = folder_of(tmp_path, tensors=weights(size), **more)
-    assert isinstance(sample.load_hf(folder).codec, sample.Bytes)
+    assert isinstance(sample.load_hf(folder).codec, tokenizers.Bytes)
 
 
 @ONE_BY_DEFAULT
@@ -636,7 +636,7 @@ def check_exported_tokenizer(out, theirs):
     model, exported = sample.load(out), sample.load(theirs)
     for prompt in ("state", "", "é <|endoftext|>"):
         assert exported.encode(prompt) == model.encode(prompt)
-    assert exported.codec.ends == model.codec.ends == {0}
+    assert exported.codec.ends == model.codec.ends == (0,)
     return model
 
 

@@ -18,8 +18,9 @@ import tokenizers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import cli, data, sample
+from jaxkern.lm import cli, sample
 from jaxkern.lm.config import RunError
+from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
@@ -168,9 +169,9 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
             yield chunk
 
     monkeypatch.setattr(sample, "generate_tokens", noted)
-    theirs = sample.Tokens(words, 320, first=0)
-    ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
-    for codec, there in ((theirs, known.values()), (ours, known.values()), (sample.Bytes(), BYTES)):
+    theirs = Tokenizer(words, 0, (), template=True)
+    ours = Tokenizer(words, 0, (999,))
+    for codec, there in ((theirs, known.values()), (ours, known.values()), (Bytes(), BYTES)):
         model = sample.LanguageModel(config, params, codec=codec)
         tokens.clear()
         model.generate(["", "", ""], length=48, **options)
@@ -238,7 +239,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     read = tokenizers.Tokenizer(tokenizers.models.BPE(fallback, [], byte_fallback=True))
     of_bytes = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     read.decoder = tokenizers.decoders.Sequence(of_bytes)
-    for codec in (sample.Tokens(read, 256), sample.Bytes()):
+    for codec in (Tokenizer(read, None, (), template=True), Bytes()):
         model = dataclasses.replace(MODEL, codec=codec)
         for end, last in ((b"", ""), (b"\xe2\xff", "��")):
             pieces = [np.array([[token]]) for token in "né€ 🙂".encode() + end]
@@ -250,7 +251,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     # A text that has ended within a character is not written again while another goes on.
     chunks = np.array([[0xE2, 0], [97, 98]]), np.array([[1, 1], [99, 100]])
     monkeypatch.setattr(sample, "generate_tokens", lambda *_, **__: iter(chunks))
-    model = dataclasses.replace(MODEL, codec=sample.Tokens(read, 256, ends=[0]))
+    model = dataclasses.replace(MODEL, codec=Tokenizer(read, None, (0,), template=True))
     assert model.generate(["a", "a"]) == ["�", "abcd"]
 
 

@@ -210,14 +210,15 @@ def _layout(config: dict[str, Any]) -> Layout:
     return layout
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The ``tokenizers.Tokenizer`` of a checkpoint; ``None`` where it holds no tokenizer.json."""
+def load_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a checkpoint; ``None`` where it holds no tokenizer.json."""
     path = untrusted.file_in(folder, tokenizers.FILE)
     if path is None:
         return None
     opened, said = tokenizers.open_file(path)
     opened.encode_special_tokens = said.get("split_special_tokens") is True
-    return opened
+    begin, ends = tokenizers.generation(folder)
+    return tokenizers.Tokenizer(opened, begin, tuple(ends), said, template=True)
 
 
 def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:

@@ -5,7 +5,6 @@ padding leaves no trace in the state. Every row draws by a key of its own, made 
 the token's position, so that it goes on as it would alone.
 """
 
-import codecs
 import dataclasses
 import functools
 import math
@@ -25,8 +24,8 @@ from flax import nnx
 
 from jaxkern.lm import checkpoint, data
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import SEPARATOR
 from jaxkern.lm.data import tokenizer as tokenizers
+from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
 from jaxkern.lm.model import MambaLM, Options, initial_params
 from jaxkern.lm.step import make_model, precision_policy
@@ -34,102 +33,6 @@ from jaxkern.lm.step import make_model, precision_policy
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
 _LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
-
-
-class Bytes:
-    """The text of a model of bytes: UTF-8, after the separator of texts, which is never drawn."""
-
-    drawn = range(SEPARATOR + 1, 256)
-    ends: frozenset[int] = frozenset()
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; bytes that are no text came as lone surrogates."""
-        return [SEPARATOR, *prompt.encode("utf-8", "surrogateescape")]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without what separates texts."""
-        return bytes(token for token in tokens if token != SEPARATOR).decode("utf-8", "replace")
-
-    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
-        """A function (next tokens, whether they are the last) -> the text that they complete."""
-        del prompt
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda tokens, final: decode(bytes(tokens), final)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """The text of a model of `size` tokens with a ``tokenizers.Tokenizer``.
-
-    A text begins with the token `first`, and with nothing that the tokenizer would add, if it
-    `begins` so, else as the tokenizer has it; the tokens `ends` end it.
-    """
-
-    tokenizer: Any
-    size: int
-    first: int | None = None
-    ends: Collection[int] = ()
-    begins: bool = False
-
-    @property
-    def drawn(self) -> Collection[int]:
-        """All tokens that it has: a vocabulary that is rounded up has others besides."""
-        return self.tokenizer.get_vocab(with_added_tokens=True).values()
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, of one that is empty the first of any text."""
-        text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        with tokenizers.told("tokenizer.json has no tokens for a prompt"):
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.begins).ids
-        if self.first is not None and (self.begins or not ids):
-            ids = [self.first, *ids]
-        if not ids:
-            raise RunError("this model's text begins with no token of its own; give a --prompt")
-        if max(ids) >= self.size:
-            raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {self.size}; give the "
-                "tokenizer that the model was trained with"
-            )
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that begin and end it."""
-        return self.tokenizer.decode(list(tokens))
-
-    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
-        """A function (next tokens, whether they are the last) -> the text that they complete."""
-        from tokenizers.decoders import DecodeStream
-
-        # A prompt that ends within a character would be written again with its rest.
-        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
-        stream, held = DecodeStream(known, skip_special_tokens=True), []
-
-        def decode(tokens: Sequence[int], final: bool) -> str:
-            nonlocal stream
-            text = ""
-            for token in tokens:
-                held.append(token)
-                try:
-                    piece = stream.step(self.tokenizer, token)
-                except Exception:  # bytes that are no UTF-8 can change the text before them
-                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
-                if piece is not None:
-                    text += piece
-                    held.clear()
-            if final and held:
-                text += self.decode(held)
-                held.clear()
-            return text
-
-        return decode
-
-
-def codec_of(tokenizer: Any) -> Bytes | Tokens:
-    """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
-    if isinstance(tokenizer, tokenizers.Bytes):
-        return Bytes()
-    named = {"first": tokenizer.begin, "ends": frozenset([tokenizer.end]), "begins": True}
-    return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +59,7 @@ class LanguageModel:
     config: ModelConfig
     params: Any = dataclasses.field(repr=False)
     step: int | None = None
-    codec: Bytes | Tokens | None = dataclasses.field(default=Bytes(), repr=False)
+    codec: Bytes | Tokenizer | None = dataclasses.field(default=Bytes(), repr=False)
 
     def module(self, options: Options | None = None) -> MambaLM:
         """The flax.nnx module with these parameters, to be trained further or changed.
@@ -242,7 +145,13 @@ class LanguageModel:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the one that begins it."""
-        return self._known_codec().encode(text)
+        ids, size = self._known_codec().encode(text), self.config.vocab_size
+        if max(ids) >= size:
+            raise RunError(
+                f"tokenizer.json has token {max(ids)}, and the model has {size}; give the "
+                "tokenizer that the model was trained with"
+            )
+        return ids
 
     def decode(self, tokens: Sequence[int] | jax.Array) -> str:
         """The text of tokens, (L,) integers, without those that begin and end it."""
@@ -275,8 +184,8 @@ class LanguageModel:
         of_text = [isinstance(prompt, str) for prompt in prompts]
         if stop and not all(of_text):
             raise TypeError("stop ends texts, and a prompt is of tokens")
-        codec: Any = self._known_codec() if any(of_text) else self.codec
-        ids = [codec.encode(each) if t else each for each, t in zip(prompts, of_text, strict=True)]
+        codec: Any = self.codec
+        ids = [self.encode(each) if t else each for each, t in zip(prompts, of_text, strict=True)]
         readers: list[Callable[[list[int], bool], tuple[Any, bool]]] = [
             _reader(codec.decoder(tokens), stop) if t else lambda tokens, final: (tokens, final)
             for tokens, t in zip(ids, of_text, strict=True)
@@ -418,7 +327,7 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
             f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
             "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
         )
-    codec = codec_of(data.open_tokenizer(config.tokenizer, run, info))
+    codec = data.open_tokenizer(config.tokenizer, run, info)
     return LanguageModel(config.model, found.state["params"], found.step, codec), notes
 
 
@@ -430,11 +339,8 @@ def load_hf(folder: Path | str) -> LanguageModel:
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)
-    tokenizer = hf.load_tokenizer(Path(folder))
-    codec = Bytes() if config.vocab_size == 256 else None
-    if tokenizer is not None:
-        begin, ends = tokenizers.generation(Path(folder))
-        codec = Tokens(tokenizer, config.vocab_size, first=begin, ends=frozenset(ends))
+    of_bytes = Bytes() if config.vocab_size == 256 else None
+    codec = hf.load_tokenizer(Path(folder)) or of_bytes
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 

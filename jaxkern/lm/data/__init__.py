@@ -16,6 +16,5 @@ from jaxkern.lm.data.corpus import put as put
 from jaxkern.lm.data.corpus import reopen as reopen
 from jaxkern.lm.data.corpus import tokens_per_byte as tokens_per_byte
 from jaxkern.lm.data.corpus import write_atomically as write_atomically
-from jaxkern.lm.data.tokenizer import SEPARATOR as SEPARATOR
 from jaxkern.lm.data.tokenizer import dtype_of as dtype_of
 from jaxkern.lm.data.tokenizer import size_of as size_of

@@ -494,7 +494,7 @@ def _write_source(
         saved = time.monotonic()
         texts = _texts(source, written["done"], bar, of_bytes=isinstance(tokenizer, Bytes))
         while batch := [*_of_size(texts)]:
-            encoded = tokenizer.encode([text for text, *_ in batch])
+            encoded = tokenizer.encode_batch([text for text, *_ in batch])
             for (text, part, first, last, _), ids in zip(batch, encoded, strict=True):
                 counts = written[part]
                 if first:

@@ -4,11 +4,12 @@ Every document is a token that begins it, those of its text, and one that ends i
 the zero byte; of a tokenizer they are what its files name, or what the common ones are called.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
 from jaxkern.lm.data.sources import MARKER
 
-SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
 FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
 FILES += ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -34,14 +34,30 @@ _WHAT = "configuration of a tokenizer"
 
 
 class Bytes:
-    """UTF-8 itself: 256 tokens, of which the zero byte begins and ends a text."""
+    """UTF-8 itself: 256 tokens, of which the zero byte begins and ends a text, and is not drawn."""
 
     size = 256
-    begin = end = pad = SEPARATOR
+    begin = end = pad = 0
+    drawn = range(1, 256)
+    ends = ()
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to go on from; bytes that are no text came as lone surrogates."""
+        return [0, *text.encode("utf-8", "surrogateescape")]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of texts, without those that begin and end them."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that begin and end it."""
+        return bytes(tokens).replace(b"\0", b"").decode("utf-8", "replace")
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        del prompt
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda tokens, final: decode(bytes(tokens), final)
 
     def stored(self) -> str:
         """Its identity among tokenizers."""
@@ -54,14 +70,21 @@ class Tokenizer:
 
     Attributes:
       tokenizer: a ``tokenizers.Tokenizer``.
-      begin, end: the tokens that begin and end a text.
+      begin: the token that begins a text; with a `template` one that is empty, or ``None``.
+      ends: the tokens that end a text.
       said: what the files beside its tokenizer.json say, as `settings` merges them.
+      template: whether a text to go on from begins as tokenizer.json has it.
     """
 
     tokenizer: Any
-    begin: int
-    end: int
+    begin: Any
+    ends: tuple[int, ...]
     said: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    template: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.ends[0]
 
     @property
     def pad(self) -> int:
@@ -72,9 +95,25 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than its largest token."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.drawn) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    @property
+    def drawn(self) -> Collection[int]:
+        """All tokens that it has: a vocabulary that is rounded up has others besides."""
+        return self.tokenizer.get_vocab(with_added_tokens=True).values()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to go on from."""
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        with told("tokenizer.json has no tokens for a prompt"):
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.template).ids
+        if self.begin is not None and not (self.template and ids):
+            ids = [self.begin, *ids]
+        if not ids:
+            raise RunError("this model's text begins with no token of its own; give a --prompt")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of texts, without those that begin and end them.
 
         The marker ``<|endoftext|>`` is read as its characters: as a token it would end a document
@@ -87,6 +126,37 @@ class Tokenizer:
         return [
             np.concatenate([np.array(next(encoded).ids, np.uint32) for _ in each]) for each in parts
         ]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that begin and end it."""
+        return self.tokenizer.decode(list(tokens))
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        from tokenizers.decoders import DecodeStream
+
+        # A prompt that ends within a character would be written again with its rest.
+        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
+        stream, held = DecodeStream(known, skip_special_tokens=True), []
+
+        def decode(tokens: Sequence[int], final: bool) -> str:
+            nonlocal stream
+            text = ""
+            for token in tokens:
+                held.append(token)
+                try:
+                    piece = stream.step(self.tokenizer, token)
+                except Exception:  # bytes that are no UTF-8 can change the text before them
+                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
+                if piece is not None:
+                    text += piece
+                    held.clear()
+            if final and held:
+                text += self.decode(held)
+                held.clear()
+            return text
+
+        return decode
 
     def stored(self) -> str:
         """The content of its tokenizer.json."""
@@ -141,7 +211,7 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
         words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
         raise RunError(words) from None
     if stored is not None:
-        return Tokenizer(tokenizer, stored["begin"], stored["end"])
+        return Tokenizer(tokenizer, stored["begin"], (stored["end"],))
     bos, eos = generation(path) if path.is_dir() else (None, [])
     of_model = lambda ids: [tokenizer.id_to_token(token) for token in ids if token is not None]
     begin = _first(tokenizer, [text_of(said, "bos_token"), *of_model([bos]), *_BEGINS])
@@ -150,9 +220,8 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
         tokenizer.add_special_tokens([MARKER])
         end = tokenizer.token_to_id(MARKER)
     begin, end = (end if begin is None else begin), (begin if end is None else end)
-    assert begin is not None
     assert end is not None
-    return Tokenizer(tokenizer, begin, end, said)
+    return Tokenizer(tokenizer, begin, (end,), said)
 
 
 def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -300,4 +369,4 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
     finally:
         pool.shutdown(wait=False)
     token: Any = tokenizer.token_to_id(MARKER)
-    return Tokenizer(tokenizer, token, token)
+    return Tokenizer(tokenizer, token, (token,))
