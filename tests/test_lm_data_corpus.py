@@ -418,27 +418,3 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(argv, finished, tmp_path, c
         command(capsys, *argv, tmp_path / "two", "--devices", 2)
         for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
             assert one == pytest.approx(two, rel=1e-4)
-
-
-def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):
-    """Each is told before a tokenizer is trained, and leaves no folder behind."""
-    out = tmp_path / "run"
-    (tmp_path / "file").touch()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
-    size = "the size must be a whole number from 257 to 2\\^24"
-    for flags, words in (
-        ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),
-        ("--tokenizer bpe:many", f"--tokenizer bpe:many: {size}"),
-        ("--tokenizer x.json", "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        (f"--tokenizer {tmp_path}", r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
-        ("--eval-data nowhere", "--eval-data nowhere: no such file or folder"),
-        ("--data a=1 b", "some have a weight and some do not; write =WEIGHT"),
-        ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
-        ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
-        ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
-        (f"--data-cache {tmp_path}/file/a", "/file/a: Not a directory"),
-    ):
-        (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
-        assert re.search(words, line), line
-        assert not out.exists()

@@ -19,7 +19,6 @@ from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import loss_fn, make_model, schedule_of
-from jaxkern.lm.train import changed
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
@@ -287,26 +286,6 @@ def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, device
     told = words if words.startswith("--") else f"--{given[0]} {words}"
     with pytest.raises(RunError, match=f"^{told}"):
         split_of(configured(preset=preset, **values), devices)
-
-
-def test_axes_of_a_run_and_of_its_flags():
-    """Flags that differ are refused; on --resume one that names axes stands for all."""
-    for mesh in ("data=2", "data=2,fsdp=2"):
-        told = f"--parallel fsdp and --mesh {mesh} name different axes; leave --parallel out"
-        for begin in (
-            TrainConfig.from_flags,
-            functools.partial(changed, configured(preset="micro")),
-        ):
-            with pytest.raises(RunError, match=told):
-                begin({"parallel": "fsdp", "mesh": mesh})
-    for flags, expected in (
-        ({"parallel": "fsdp", "mesh": "fsdp=2"}, ("fsdp=2", "fsdp", "auto")),
-        ({"parallel": "tensor", "devices": "2"}, ("", "tensor", "2")),
-        ({"devices": "4"}, ("data=2,tensor=2", None, "4")),
-        ({"mesh": "fsdp=4"}, ("fsdp=4", None, "auto")),
-    ):
-        found = changed(configured(preset="micro", mesh="data=2,tensor=2"), flags)
-        assert (found.mesh, found.parallel, found.devices) == expected
 
 
 @exhaustive

@@ -257,8 +257,17 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run(argv, tmp_path, stands
     assert checkpoint.steps(tmp_path / "run") == [EVERY]
 
 
-def test_a_finished_run_goes_on_with_more_steps_and_keeps_fewer_checkpoints(finished, copied):
+def test_a_run_goes_back_from_a_damaged_checkpoint_and_on_with_more_steps(finished, copied):
     assert checkpoint.steps(copied) == [10, 15, STEPS]
+    path, before = copied / "checkpoints" / str(STEPS), STEPS - EVERY
+    largest = max((p for p in (path / "state").rglob("*") if p.is_file()), key=os.path.getsize)
+    os.truncate(largest, largest.stat().st_size // 2)
+    printed = resume(copied)
+    told = rf"warning: checkpoint {path} cannot be read \(.*\); it is renamed to"
+    assert re.search(told, printed)
+    assert f"continued from step {before}" in printed
+    assert losses(copied) == losses(finished)
+    assert path.with_name(f"{STEPS}.damaged").is_dir()
     resume(copied, "--steps", STEPS + 10, "--log-every", 5, "--keep", 2, "--checkpoint-every", 1)
     after = losses(copied)
     assert after[: STEPS + 1] == losses(finished)
@@ -295,20 +304,6 @@ def test_a_run_is_not_overwritten(finished):
     assert told in run("train", "--preset", "micro", "--out", finished, code=1)
     assert "--steps 3 differs from the run's" in resume(finished, "--steps", 3, code=1)
     assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
-
-
-def test_resuming_goes_back_from_a_damaged_checkpoint(finished, copied):
-    path, before = copied / "checkpoints" / str(STEPS), STEPS - EVERY
-    largest = max((p for p in (path / "state").rglob("*") if p.is_file()), key=os.path.getsize)
-    os.truncate(largest, largest.stat().st_size // 2)
-    printed = resume(copied)
-    assert re.search(
-        rf"warning: checkpoint {path} cannot be read \(.*\); it is renamed to", printed
-    )
-    assert f"continued from step {before}" in printed
-    assert losses(copied) == losses(finished)
-    assert checkpoint.steps(copied)[-1] == STEPS
-    assert path.with_name(f"{STEPS}.damaged").is_dir()
 
 
 def edit(path, **values):

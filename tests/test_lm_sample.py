@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -372,9 +371,3 @@ def test_the_command_line(run, tmp_path, capsys):
     assert cli.main([*argv, "--stop", stops[0], "--stop", stops[1]]) == 0
     assert capsys.readouterr() == ("a" + before(printed[1:-1], stops) + "\n", "")
     assert "--stop must have a value, got ''" in command(capsys, *argv, "--stop", "", code=2)
-
-
-@pytest.mark.exhaustive
-def test_importing_it_waits_for_nothing():
-    code = "import sys, jaxkern.lm; sys.exit('flax' in sys.modules or not jaxkern.lm.load.__doc__)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
