@@ -66,7 +66,7 @@ WRONG_FLAGS = {
     "train --mixed-precision params=float64": "params=float64: float64 is more than the float32",
     "sample": "--run or --hf must be given, and not both",
     "sample --run x --hf y": "--run or --hf must be given, and not both",
-    "sample --run x --temperature 1e-9": "--temperature must be 0, or from 0.0001 to 10000, got",
+    "sample --run x --temperature=-1": "--temperature must be at least 0 and finite, got -1",
     f"sample --run x --length {'9' * 9999}": "--length",
     "export --run x": "--hf",
     "export --run x --hf y --step 0": "--step must be at least 1, got 0",

@@ -27,9 +27,11 @@ from jaxkern.lm import stop
 from jaxkern.lm.config import (
     ALIASES,
     FlagError,
+    Probability,
     Rule,
     RunError,
     Size,
+    Temperature,
     TrainConfig,
     Whole,
     axes_of,
@@ -116,11 +118,9 @@ class Sample:
     prompt: UseAppendAction[tuple[str, ...]] = ()
     prompts: Path | None = None
     length: Size = 400
-    temperature: Annotated[
-        float, Rule("0, or from 0.0001 to 10000", lambda t: t == 0 or 1e-4 <= t <= 1e4)
-    ] = 0.8
+    temperature: Temperature = 0.8
     top_k: Whole = 40
-    top_p: Annotated[float, Rule("from 1e-06 to 1", lambda p: 1e-6 <= p <= 1)] = 1.0
+    top_p: Probability = 1.0
     seed: Whole = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     timing: bool = False

@@ -49,6 +49,8 @@ Count = Annotated[int, Rule(_INT32[0], lambda value: 1 <= value < 2**31)]
 Whole = Annotated[int, Rule(_INT32[1], lambda value: 0 <= value < 2**31)]
 Size = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 Positive = Annotated[float, Rule("above 0 and finite", lambda value: 0 < value < math.inf)]
+Temperature = Annotated[float, Rule("at least 0 and finite", lambda value: 0 <= value < math.inf)]
+Probability = Annotated[float, Rule("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Below1 = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 # A float32, and its product with the schedule's factors.
 Float32 = Annotated[float, Rule("from 1e-30 to 1e+30", lambda value: 1e-30 <= value <= 1e30)]
@@ -71,15 +73,23 @@ def check_fields(config: Any, prefix: str | None = "") -> None:
       FlagError: a value is wrong; ValueError or TypeError if `prefix` is ``None``.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        hint = _hints(type(config))[field.name]
         try:
-            value = typed(_hints(type(config))[field.name], value)
+            value = checked(field.name, hint, getattr(config, field.name))
         except (TypeError, ValueError) as error:
-            what = f"must be {error}, got {value!r:.80}"
             if prefix is None:
-                raise type(error)(f"{field.name} {what}") from None
-            raise FlagError(prefix + field.name, what) from None
+                raise
+            name, _, what = str(error).partition(" ")
+            raise FlagError(prefix + name, what) from None
         object.__setattr__(config, field.name, value)
+
+
+def checked(name: str, hint: Any, value: Any) -> Any:
+    """The value as that type; TypeError or ValueError says of the name what it must be."""
+    try:
+        return typed(hint, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be {error}, got {value!r:.80}") from None
 
 
 def typed(hint: Any, value: Any) -> Any:

@@ -7,8 +7,6 @@ the token's position, so that it goes on as it would alone.
 
 import dataclasses
 import functools
-import math
-import numbers
 import operator
 import sys
 import time
@@ -23,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkern.lm import checkpoint, data
-from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.config import ModelConfig, Probability, RunError, Temperature, Whole, checked
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
@@ -364,28 +362,14 @@ def generate_tokens(
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    given = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    for name, value in (given | {"seed": seed}).items():
-        kind, fits, rule = _RULES[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            told = "a number" if kind is numbers.Real else "a whole number"
-            raise TypeError(f"{name} must be {told}, got {value!r}")
-        if not fits(value):
-            raise ValueError(f"{name} must be {rule}, got {value}")
-    greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
+    length, seed = checked("length", Whole, length), checked("seed", Whole, seed)
+    temperature = checked("temperature", Temperature, temperature)
+    top_k, top_p = checked("top_k", Whole, top_k), checked("top_p", Probability, top_p)
+    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
     drawn = None if among is None else np.isin(np.arange(size), list(among))
     options = {"temperature": temperature, "top_p": top_p, "drawn": drawn}
-    options |= {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
+    options |= {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
     return _generate(graphdef, params, ids, length, seed, options)
-
-
-_RULES: dict[str, Any] = {
-    "length": (numbers.Integral, lambda v: v >= 0, "at least 0"),
-    "temperature": (numbers.Real, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
-    "top_k": (numbers.Integral, lambda v: v >= 0, "at least 0"),
-    "top_p": (numbers.Real, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
-    "seed": (numbers.Integral, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
-}
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
