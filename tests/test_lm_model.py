@@ -362,7 +362,8 @@ def test_learning_rate_warms_up_and_decays():
 
 def step_of(config, model):
     step = make_train_step(config, model)
-    return lambda state, windows: step(state, windows, schedule_of(config))
+    packed = lambda windows: windows if isinstance(windows, Packed) else Packed(windows)
+    return lambda state, windows: step(state, packed(windows), schedule_of(config))
 
 
 @functools.cache

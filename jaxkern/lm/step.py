@@ -203,15 +203,15 @@ def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
 
 
 def batch_loss(
-    graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any, dropout_key: Any = None
+    graphdef: nnx.GraphDef, params: Params, batch: Packed, weight: Any, dropout_key: Any = None
 ) -> jax.Array:
-    """`loss_fn` of windows (B, L + 1), or of a `Packed`, times its weight if it has one."""
-    windows, segment_ids = batch if isinstance(batch, Packed) else (batch, None)
-    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids, dropout_key=dropout_key)
+    """`loss_fn` of windows (B, L + 1), times their weight if they have one."""
+    tokens, segment_ids = batch
+    loss = loss_fn(graphdef, params, tokens, segment_ids=segment_ids, dropout_key=dropout_key)
     return loss if weight is None else loss * weight
 
 
-def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
+def token_weights(batch: Packed, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
     """Weights of parts (..., B, L + 1) of a batch, by which all of its tokens count alike.
 
     The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
@@ -221,9 +221,8 @@ def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array 
       batch: of this device.
       mean_of_batch: the mean over the devices between which its tokens are split.
     """
-    if not isinstance(batch, Packed) or batch.segment_ids is None:
+    if (segments := batch.segment_ids) is None:
         return None
-    segments = batch.segment_ids
     same = segments[..., 1:] == segments[..., :-1]
     counts = jnp.sum(same, axis=(-2, -1), dtype=jnp.float32)
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
@@ -257,7 +256,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Any, Schedule], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes (state, windows (K, B/K, L + 1), schedule) -> (state, metrics), K = grad_accum.
 
-    Windows of packed documents come as a `Packed`; every token of theirs counts alike.
+    Windows are a `Packed`; every token of packed documents counts alike.
     With a `split` it is the program of one device inside ``shard_map``: state and windows are its
     parts of them (:meth:`Split.windows`), losses and gradients are means over the whole batch.
     `graphdef` is then of a model that gathers matrices itself if :func:`gathers_in_layers` says so.
