@@ -131,9 +131,8 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", interrupted)
     argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
     line = command(capsys, *argv, code=128 + signal.SIGINT)
-    assert re.search(
-        r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are", line
-    )
+    told = r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are"
+    assert re.search(told, line)
     assert data.has_tokens(out)
     assert not checkpoint.is_run(out)
 
@@ -369,9 +368,8 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     first, *_, last = losses(finished)
     assert last["validation_loss"] < first["validation_loss"]
     each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
-    for name, loss in zip(
-        ("", "/c.jsonl", "/d.jsonl"), (last["validation_loss"], *each), strict=True
-    ):
+    named = {"": last["validation_loss"], "/c.jsonl": each[0], "/d.jsonl": each[1]}
+    for name, loss in named.items():
         assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
     assert min(each) <= last["validation_loss"] <= max(each)
     config, info = checkpoint.read(finished)

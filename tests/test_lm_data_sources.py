@@ -190,10 +190,8 @@ def test_what_cannot_be_named(tmp_path):
     (tmp_path / "d.txt").write_text("text")
     for named in (tmp_path / "c.jsonl", f"{tmp_path}/d.txt:body"):
         path = str(named).removesuffix(":body")
-        words, left_out = (
-            f"--data {path}: all of its files are of --eval-data",
-            {pathlib.Path(path)},
-        )
+        words = f"--data {path}: all of its files are of --eval-data"
+        left_out = {pathlib.Path(path)}
         refused(words, find, [str(named)], "--data", held_out=0, left_out=left_out)
 
 

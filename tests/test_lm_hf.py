@@ -310,11 +310,8 @@ def test_weights_under_other_names_in_parts_and_in_bfloat16(stored):
     assert hf.model_config(model_of("mamba2")[0] | limit) == MODELS["mamba2"]
     index = lambda **files: (stored / INDEX).write_text(json.dumps({"weight_map": files}))
     wide, embedding = weights(), "backbone.embeddings.weight"
-    for ours, theirs in (
-        ("backbone.", ""),
-        ("embeddings", "embedding"),
-        (embedding, "lm_head.weight"),
-    ):
+    names = ("backbone.", ""), ("embeddings", "embedding"), (embedding, "lm_head.weight")
+    for ours, theirs in names:
         renamed = {name.replace(ours, theirs): tensor for name, tensor in wide.items()}
         save_file(renamed, stored / "../../blobs/1")
         (stored / WEIGHTS).unlink()

@@ -63,9 +63,7 @@ def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     monkeypatch.setattr(sample, "_LEAST", 16)
     if shape.hybrid:
         shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
-    model = sample.LanguageModel(
-        shape, random_params(shape), codec=None
-    )  # nothing says what they are
+    model = sample.LanguageModel(shape, random_params(shape), codec=None)  # of any tokens
     found = model.generate(PROMPTS, length=21, temperature=0)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         assert [*prompt, *tokens] == greedy_float64(shape, model.params, prompt, 21)
