@@ -126,7 +126,7 @@ def greedy_float64(config, params, tokens, length, first=0):
 def run_of(folder, model, params, **flags):
     """A run as jaxkern train leaves it, whose checkpoint of step 10 has the parameters."""
     folder.mkdir()
-    config = TrainConfig.from_flags({"preset": "micro", "model": model, "init_hf": "gone"} | flags)
+    config = TrainConfig.from_flags({"preset": "micro", "model": model} | flags)
     checkpoint.write(folder, config, {})
     with contextlib.closing(checkpoint.Saver(folder, keep=2)) as saver:
         for step, factor in ((5, 0.5), (10, 1.0)):

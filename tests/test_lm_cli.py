@@ -204,7 +204,7 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         ([*tokens, tmp_path], r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
         ([*tokens, "bpe:300", "--vocab-size", 299], "299 is less than the 300 tokens of --token"),
         ([*tokens, "bpe:300", "--data-cache", text / "a"], "/text.txt/a: Not a directory"),
-        ([*micro, text, "--vocab-size", 512], "512: bytes are 256 tokens; leave it"),
+        ([*micro, text, "--vocab-size", 512], "--vocab-size 512: bytes are 256 tokens; add --to"),
         ([*micro, text, "--eval-data", "nowhere"], "--eval-data nowhere: no such file or folder"),
         ([*micro, f"{text}=1", text], "some have a weight and some do not; write =WEIGHT"),
         ([*micro, text, "--profile", "19:3"], "are steps 19 to 21, and those to come are 1 to 20"),

@@ -536,12 +536,10 @@ class TrainConfig:
         Raises:
           RunError: a name or a value is wrong; the message says of which, and what is right.
         """
-        given = settings(flags, file)
-        config, asked = _built(_of_preset(given) | given), given.get("vocab_size", _BYTES)
+        given, asked = settings(flags, file), flags.get("vocab_size")
+        config = _built(_of_preset(given) | given)
         if config.tokenizer == "bytes" and not config.init_hf and asked not in (None, _BYTES):
-            raise RunError(
-                f"--vocab-size {asked}: bytes are 256 tokens; leave it out, or add --tokenizer"
-            )
+            raise FlagError("vocab_size", f"{asked}: bytes are 256 tokens; add --tokenizer")
         return config
 
     def with_values(self, values: Mapping[str, Any]) -> "TrainConfig":
