@@ -217,10 +217,11 @@ class Trainer:
     # Before the steps: all that may be refused, what costs little before the rest
 
     def _begin(self) -> _Begun:
-        stored, done, state, params, profile = self._stored, 0, None, None, None
+        stored, done, state = self._stored, 0, None
+        begins = lambda: weights(self.config) if self.config.init_hf and not done else None
+        profile = params = None
         if stored is None:
-            profile = self._traced(0)
-            params = weights(self.config) if self.config.init_hf else None
+            profile, params = self._traced(done), begins()
             say("data     reading …")
             corpus = self._new_corpus()
             self._set(self.config.for_tokens(corpus.tokenizer.size))
@@ -236,8 +237,7 @@ class Trainer:
             say(f"already trained for {done} steps; give a greater --steps to go on")
             return _Begun(state, done, corpus, batches)
         if stored is not None:
-            profile = self._traced(done)
-            params = weights(self.config) if self.config.init_hf and not done else None
+            profile, params = self._traced(done), begins()
         programs = self._compile(fresh=not done and params is None)
         if state is None:
             with stop.deferred():
