@@ -130,12 +130,8 @@ class Restored(NamedTuple):
 def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALONE) -> Restored:
     """Read the newest checkpoint of a run that can be read, or that of a step.
 
-    Args:
-        run: the run's folder.
-        like: pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
-            fields, such as ``{"params": …}``.
-        step: which checkpoint; by default the newest.
-        peers: the processes that read it at the same time, each its parts.
+    `like` is a pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
+    fields, such as ``{"params": …}``. Each of several processes, `peers`, reads its parts.
     """
     there, damaged = steps(run), list[str]()
     if step is not None and step not in there:

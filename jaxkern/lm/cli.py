@@ -251,10 +251,7 @@ def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: arguments; those of the process by default.
+    """Run a command by these arguments, by default those of the process.
 
     Returns:
         The exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a

@@ -64,13 +64,8 @@ def check_fields(config: Any, prefix: str | None = "") -> None:
     """Bring the fields of a dataclass to their types, and refuse what is of none or breaks a rule.
 
     Lists become tuples, and texts such as 1e-3, which is one to YAML, numbers where these belong.
-
-    Args:
-      config: the instance, in its ``__post_init__``.
-      prefix: of the flags that the fields are; ``None`` if they are arguments of Python alone.
-
-    Raises:
-      FlagError: a value is wrong; ValueError or TypeError if `prefix` is ``None``.
+    Where the fields are flags of this prefix, a FlagError tells of a wrong one, else TypeError or
+    ValueError.
     """
     for field in dataclasses.fields(config):
         hint = _hints(type(config))[field.name]

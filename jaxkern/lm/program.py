@@ -120,13 +120,7 @@ class Placement:
 
 
 def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
-    """The model of a run, to be merged with parameters.
-
-    Args:
-      config: of the run.
-      split: how it is split between devices.
-      gathers: whether the model gathers the matrices that ``split.fsdp`` splits.
-    """
+    """The model of a run, to be merged with parameters; it `gathers` what ``split.fsdp`` splits."""
     implementation: Any = None if config.implementation == "auto" else config.implementation
     options = Options(
         precision_policy(config), implementation, config.remat, config.scan_layers, split, gathers
@@ -258,10 +252,8 @@ def keep_programs() -> None:
 def warm(config: TrainConfig, gpu: str, devices: int) -> None:
     """Keep the kernels of a training step in the cache, on a machine that need not have a GPU.
 
-    Args:
-        config: of a run.
-        gpu: a name in ``jaxkern.core.target.GPUS``.
-        devices: how many GPUs share each batch.
+    `gpu` is a name in ``jaxkern.core.target.GPUS``, and `devices` how many of them share each
+    batch.
     """
     there = [name for name, each in GPUS.items() if each.unsupported is None]
     if gpu not in there:

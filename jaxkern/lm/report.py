@@ -278,12 +278,8 @@ _LATER = 10  # steps before them, which hold one-time work
 class Profile:
     """Traces steps `first` to `last` of a run into a folder, by JAX's profiler.
 
-    Args:
-      folder: where the trace lies.
-      steps: the first step and how many, as STEP:COUNT or STEP; "auto" for some soon after the
-        run's first ones, ``None`` for none.
-      done: the steps that the run has.
-      end: the last step of the run.
+    They are said by STEP:COUNT or STEP; "auto" stands for some soon after those that are `done`,
+    and ``None`` for none. The run ends with step `end`.
     """
 
     def __init__(self, folder: Path, steps: str | None, *, done: int, end: int):

@@ -212,14 +212,11 @@ def batch_loss(
 
 
 def token_weights(batch: Packed, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
-    """Weights of parts (..., B, L + 1) of a batch, by which all of its tokens count alike.
+    """Weights of parts (..., B, L + 1) of a device's batch, by which all of its tokens count alike.
 
     The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
-    predicted, of every device. ``None`` without segments: each part has as many tokens.
-
-    Args:
-      batch: of this device.
-      mean_of_batch: the mean over the devices between which its tokens are split.
+    predicted, of every device; `mean_of_batch` is that over devices. ``None`` without segments:
+    each part has as many tokens.
     """
     if (segments := batch.segment_ids) is None:
         return None

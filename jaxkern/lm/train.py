@@ -78,11 +78,7 @@ class _Begun(NamedTuple):
 
 
 def train(flags: dict[str, Any]) -> None:
-    """Run ``jaxkern train``: train, and show what was learned.
-
-    Args:
-        flags: the command line's that were given, by name.
-    """
+    """Run ``jaxkern train`` by the flags that were given: train, and show what was learned."""
     profile, out, file = (flags.pop(name, None) for name in ("profile", "out", "config"))
     if flags.pop("resume", False):
         if out is None or file is not None:

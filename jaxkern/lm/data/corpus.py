@@ -258,13 +258,7 @@ def build(config: TrainConfig, out: Path) -> Corpus:
 
 
 def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
-    """Open the tokens of a run that is resumed, or that another process has made.
-
-    Args:
-      config: of the run.
-      out: its folder.
-      info: of the corpus that the run began with.
-    """
+    """Open the tokens of a run that is resumed, or that another process made, by their `info`."""
     folder = _folder(config, out) / str(info.get("folder"))
     try:
         (folder / _WRITTEN).stat()  # first: of a tokenizer that is missing other words are said

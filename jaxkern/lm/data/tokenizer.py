@@ -194,9 +194,7 @@ def dtype_of(size: int) -> Any:
 def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     """Open a tokenizer.json, or the folder that holds one.
 
-    Args:
-        path: the file or the folder.
-        stored: "begin" and "end", where a run has kept them; else the files say.
+    The tokens that begin and end a text are `stored` where a run has kept them; else the files say.
     """
     path = Path(path)
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
@@ -225,16 +223,10 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
 
 
 def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-    """The ``tokenizers.Tokenizer`` of a tokenizer.json, with the tokens that its settings add.
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, and its settings, whose tokens it has, too.
 
-    What it was saved with for a model of fixed lengths is left out: texts have any.
-
-    Args:
-        file: the tokenizer.json.
-        said: its settings; by default those of the files beside it.
-
-    Returns:
-        The tokenizer, and its settings.
+    The settings are by default those of the files beside it. What it was saved with for a model of
+    fixed lengths is left out: texts have any.
     """
     import tokenizers
 
@@ -346,10 +338,7 @@ def _first(tokenizer: Any, names: Sequence[str | None]) -> int | None:
 def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
     """Train a byte-level BPE of `size` tokens, or fewer where the texts have no more pairs.
 
-    Args:
-        texts: a sample of the documents.
-        size: of the vocabulary, with the 256 bytes and the token that begins and ends a text.
-        show: whether to draw a progress bar.
+    Among them are the 256 bytes and the token that begins and ends a text.
     """
     import tokenizers
 
