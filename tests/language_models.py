@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxkern.lm import checkpoint, cli
-from jaxkern.lm.config import PRESETS, ModelConfig, RunError
+from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
 from jaxkern.lm.model import initial_params
 from tests.layers import KINDS, rms_float64
 
@@ -124,17 +123,11 @@ def greedy_float64(config, params, tokens, length, first=0):
     return tokens
 
 
-def run_of(folder, model, params, *, precision="fp32", **config):
+def run_of(folder, model, params, **flags):
     """A run as jaxkern train leaves it, whose checkpoint of step 10 has the parameters."""
     folder.mkdir()
-    content = {
-        "format": checkpoint.FORMAT,
-        "model": model.stored(),
-        "data": {},
-        "precision": precision,
-    }
-    (folder / "config.yaml").write_text(json.dumps(config.pop("flags", {})))
-    (folder / "run.json").write_text(json.dumps(content | config))
+    config = TrainConfig.from_flags({"preset": "micro", "model": model} | flags)
+    checkpoint.write(folder, config, {})
     with contextlib.closing(checkpoint.Saver(folder, keep=2)) as saver:
         for step, factor in ((5, 0.5), (10, 1.0)):
             at_step = jax.tree.map(lambda leaf, by=factor: leaf * by, params)

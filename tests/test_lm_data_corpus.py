@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 
 import jax
 import numpy as np
@@ -15,7 +14,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxkern.lm import checkpoint, cli, data, sample
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.data import Packed, predicted, sources, tokenizer, write
+from jaxkern.lm.data import Packed, predicted, sources, tokenizer
+from jaxkern.lm.data import corpus as corpus_module
 from jaxkern.lm.data.corpus import Stream, Windows
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
@@ -87,7 +87,7 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
         assert [text for text in TOLD if text in {*texts}] == texts
     assert sorted(learned + held) == sorted(TOLD)
     assert 1 <= len(held) <= 25
-    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode(learned)]
+    at_once = [[0, *ids, 0] for ids in corpus.tokenizer.encode_batch(learned)]
     np.testing.assert_array_equal(train.tokens, np.concatenate(at_once))
     assert (train.tokens.dtype, corpus.info["tokenizer"]["size"]) == (np.uint16, 300)
     plain = build(root, tmp_path / "bytes")
@@ -99,7 +99,7 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
     again = {"tokenizer": str(next(tmp_path.glob("run/*/bpe*")))}
     whole = build(path, tmp_path / "whole", **again)
     monkeypatch.setattr(sources, "_PART", 6400)
-    monkeypatch.setattr(write, "_AT_ONCE", 9000)
+    monkeypatch.setattr(corpus_module, "_AT_ONCE", 9000)
     assert build(path, tmp_path / "parts", **again).info == whole.info
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
@@ -111,14 +111,14 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     """Wherever it is killed: what is behind the last save is written again."""
     (root / "b.txt").write_text(" ".join(TEXTS))
     monkeypatch.setattr(sources, "_PART", 640)
-    monkeypatch.setattr(write, "_AT_ONCE", 900)
-    monkeypatch.setattr(write, "_SAVE", 0.0 if saved else 1e9)
+    monkeypatch.setattr(corpus_module, "_AT_ONCE", 900)
+    monkeypatch.setattr(corpus_module, "_SAVE", 0.0 if saved else 1e9)
     named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
     whole = build(root, tmp_path / "undisturbed", **named)
-    encode, left, kills = tokenizer.Bytes.encode, itertools.count(1), 6 if saved else 2
+    encode, left, kills = tokenizer.Bytes.encode_batch, itertools.count(1), 6 if saved else 2
     killed = lambda self, texts: encode(self, texts) if next(left) % 4 else 1 / 0
     with monkeypatch.context() as patch:
-        patch.setattr(tokenizer.Bytes, "encode", killed)
+        patch.setattr(tokenizer.Bytes, "encode_batch", killed)
         for _ in range(kills):
             with pytest.raises(ZeroDivisionError):
                 build(root, tmp_path / "run", **named)
@@ -126,14 +126,13 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     assert build(root, tmp_path / "run", **named).info == whole.info
     assert contents(tmp_path / "run") == contents(tmp_path / "undisturbed")
 
-    encode, out = tokenizer.Tokenizer.encode, tmp_path / "stopped"
+    encode, out = tokenizer.Tokenizer.encode_batch, tmp_path / "stopped"
     interrupted = lambda self, texts: (signal.raise_signal(signal.SIGINT), encode(self, texts))[1]
-    monkeypatch.setattr(tokenizer.Tokenizer, "encode", interrupted)
+    monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", interrupted)
     argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
     line = command(capsys, *argv, code=128 + signal.SIGINT)
-    assert re.search(
-        r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are", line
-    )
+    told = r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are"
+    assert re.search(told, line)
     assert data.has_tokens(out)
     assert not checkpoint.is_run(out)
 
@@ -143,7 +142,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     flags = {"data_cache": str(cache), "tokenizer": "bpe:300"}
     first = build(root, tmp_path / "a", **flags)
     with monkeypatch.context() as patch:
-        patch.setattr(write, "_write_source", None)
+        patch.setattr(corpus_module, "_write_source", None)
         patch.setattr(tokenizer, "train_bpe", None)
         assert build(root, tmp_path / "b", **flags).info == first.info
         info = json.loads(json.dumps(first.info))
@@ -166,7 +165,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
 def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
     def text_that(is_held, size):
         texts = (f"{i:02} " * (int(size * 10000) // 3) for i in range(100))
-        return next(text for text in texts if (write._fraction(text) < 0.05) == is_held)
+        return next(text for text in texts if (corpus_module._fraction(text) < 0.05) == is_held)
 
     texts = text_that(True, share), text_that(False, 1 - share)
     path, by_document = write_lines(tmp_path / "a.jsonl", texts), share < 0.25
@@ -369,14 +368,13 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     first, *_, last = losses(finished)
     assert last["validation_loss"] < first["validation_loss"]
     each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
-    for name, loss in zip(
-        ("", "/c.jsonl", "/d.jsonl"), (last["validation_loss"], *each), strict=True
-    ):
+    named = {"": last["validation_loss"], "/c.jsonl": each[0], "/d.jsonl": each[1]}
+    for name, loss in named.items():
         assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
     assert min(each) <= last["validation_loss"] <= max(each)
-    stored = checkpoint.read_config(finished)
-    assert stored["flags"]["vocab_size"] == stored["model"]["vocab_size"] == 320
-    assert stored["data"]["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
+    config, info = checkpoint.read(finished)
+    assert config.vocab_size == config.model.vocab_size == 320
+    assert info["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
     # A loss of bytes is one of tokens by how many there are of each.
     assert 0.2 < last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"] < 0.9
 
@@ -385,23 +383,16 @@ def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, caps
     assert ids[0] == 0
     assert len(ids) < len("the scan reads é")
     assert model.decode(ids) == "the scan reads é"
-    assert (model.codec.ends, model.codec.encode("")) == ({0}, [0])
-    lost = shutil.copytree(finished, tmp_path / "it's lost")
+    assert (model.codec.ends, model.codec.encode("")) == ((0,), [0])
+    lost = shutil.copytree(finished, tmp_path / "lost")
     argv = ["sample", "--run", lost, "--length", 5, "--temperature", 0]
     printed = command(capsys, *argv, "--prompt", "the scan")
     assert printed == f"the scan{model.generate('the scan', length=5, temperature=0)}\n"
     (lost / "tokenizer.json").unlink()
     line = command(capsys, *argv, code=1)
-    assert "it's lost has lost its tokenizer.json, by which its model reads and writes" in line
-    subprocess.run(line.partition("with: ")[2], shell=True, check=True)  # what it says
+    assert "lost has lost its tokenizer.json, by which its model reads and writes text; c" in line
+    command(capsys, "train", "--resume", "--steps", 9, "--out", lost)  # which puts it back
     command(capsys, *argv)
-    (lost / "tokenizer.json").unlink()
-    command(capsys, "train", "--resume", "--steps", 9, "--out", lost)  # and so does this
-    command(capsys, *argv)
-    shutil.rmtree(lost / "corpus")
-    (lost / "tokenizer.json").unlink()
-    line = command(capsys, *argv, code=1)
-    assert "put it back from a backup, its --data-cache, or a folder that jaxkern export" in line
 
 
 @pytest.mark.exhaustive
@@ -425,27 +416,3 @@ def test_a_run_goes_on_as_if_it_had_not_been_stopped(argv, finished, tmp_path, c
         command(capsys, *argv, tmp_path / "two", "--devices", 2)
         for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
             assert one == pytest.approx(two, rel=1e-4)
-
-
-def test_what_a_run_on_tokens_cannot_begin_with(argv, tmp_path, capsys, monkeypatch):
-    """Each is told before a tokenizer is trained, and leaves no folder behind."""
-    out = tmp_path / "run"
-    (tmp_path / "file").touch()
-    (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(tokenizer, "train_bpe", lambda *_, **__: 1 / 0)
-    size = "the size must be a whole number from 257 to 2\\^24"
-    for flags, words in (
-        ("--tokenizer bpe:256", f"--tokenizer bpe:256: {size}"),
-        ("--tokenizer bpe:many", f"--tokenizer bpe:many: {size}"),
-        ("--tokenizer x.json", "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        (f"--tokenizer {tmp_path}", r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
-        ("--eval-data nowhere", "--eval-data nowhere: no such file or folder"),
-        ("--data a=1 b", "some have a weight and some do not; write =WEIGHT"),
-        ("--tokenizer bytes --vocab-size 512", "512: bytes are 256 tokens; leave it"),
-        ("--vocab-size 299", "--vocab-size 299 is less than the 300 tokens of --token"),
-        ("--profile 7:3", "--profile 7:3 are steps 7 to 9, and those to come are 1 to 8"),
-        (f"--data-cache {tmp_path}/file/a", "/file/a cannot be written to .Not a dir"),
-    ):
-        (line,) = command(capsys, *argv, out, *flags.split(), code=1).splitlines()
-        assert re.search(words, line), line
-        assert not out.exists()

@@ -1,5 +1,6 @@
 """Hugging Face's layout: folders read as transformers reads them, models written, runs exported."""
 
+import dataclasses
 import functools
 import importlib.util
 import io
@@ -8,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import sys
 import warnings
 
 import jax
@@ -101,13 +101,13 @@ ONE_BY_DEFAULT = pytest.mark.parametrize(
 
 def model_of(kind, otherwise=False):
     """config.json of a model, and its shape."""
-    config, stored = BOTH | CONFIGS[kind] | {"model_type": kind}, MODELS[kind].stored()
+    config, size = BOTH | CONFIGS[kind] | {"model_type": kind}, MODELS[kind]
     config["architectures"] = [f"{CLASSES[kind]}ForCausalLM"]
     if otherwise:
         block = {} if kind == "bamba" else BIASED | {"layer_norm_epsilon": 0.3}
-        config, stored = config | block | OTHERWISE[kind], stored | OTHER[kind] | BIASED
-        stored["eps"] = 0.3
-    return config, ModelConfig.from_stored(stored)
+        config |= block | OTHERWISE[kind]
+        size = dataclasses.replace(size, **OTHER[kind] | BIASED, eps=0.3)
+    return config, size
 
 
 THEIRS = {"norm": "norm.weight", "norm_weight": "mixer.norm.weight", "dt_bias": "mixer.dt_bias"}
@@ -235,7 +235,7 @@ def test_models_that_do_not_fit_are_not_written(tmp_path):
         ({"use_bias": True}, r"params does not fit .*: blocks.in_bias"),
         ({"n_layers": 3}, r"params does not fit .*: blocks.A_log"),
     ):
-        size = ModelConfig.from_stored(MODELS["mamba2"].stored() | sizes)
+        size = dataclasses.replace(MODELS["mamba2"], **sizes)
         with pytest.raises(ValueError, match=words):
             hf.save(tmp_path / "saved", size, random_params(MODELS["mamba2"]))
         assert not (tmp_path / "saved").exists()
@@ -250,23 +250,16 @@ WRONG = {
         ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
         ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
-        ({"use_bias": "no"}, "use_bias is 'no', and must be true or false"),
+        ({"use_bias": "no"}, "use_bias is 'no', and must be True or False"),
         ({"use_conv_bias": False}, "the weights have backbone.layers.0.mixer.conv1d.bias"),
         ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
-        ({"layer_norm_epsilon": "1e-5"}, "layer_norm_epsilon is '1e-5', and must be a number"),
-        ({"layer_norm_epsilon": 0}, "layer_norm_epsilon is 0, and must be a number above 0"),
+        ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon is 'x', and must be a number"),
         ({"time_step_rank": 9}, "mixer.dt_proj.weight has shape (72, 2), and by config.json"),
-        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be \"auto\" or a whole number"),
+        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be a whole number"),
         ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
-        ({"hidden_size": "x"}, "hidden_size is 'x', and must be a whole number from 1"),
-        ({"hidden_size": None}, "config.json does not say hidden_size"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be a whole number from 1"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"vocab_size": 1100.0}, "vocab_size is 1100.0"),
-        (
-            {"vocab_size": 2**25},
-            "vocab_size is 33554432, and must be a whole number from 1 to 1677",
-        ),
+        ({"hidden_size": None}, "config.json: hidden_size is None, and must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be from 1 to 2^24"),
+        ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be from 1 to 2^24"),
         ({"vocab_size": 1099}, "backbone.embeddings.weight has shape (1100, 24), and by config.js"),
         ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2."),
         ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
@@ -275,16 +268,15 @@ WRONG = {
         ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
         ({"n_groups": 4}, "config.json: n_groups must divide the heads, expand · d_model / head_"),
         ({"n_groups": 1}, "mixer.conv1d.bias has shape (68,), and by config.json it is (58,)"),
-        ({"time_step_limit": [0.1, True]}, "time_step_limit is [0.1, True], and must be two numbe"),
         ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
-        ({"time_step_limit": [1.0, "inf"]}, "time_step_limit is [1.0, 'inf'], and must be two"),
+        ({"time_step_limit": [1.0, "x"]}, "time_step_limit is [1.0, 'x'], and must be a number"),
         ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from the embedding"),
         ({"model_type": "mamba", "tie_word_embeddings": False}, "A_log has shape (6,), and by"),
     ],
     "nemotron_h": [
         ({"layers_block_type": ["moe"]}, "the layers are ['moe'], and here they are linear"),
-        ({"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list of te"),
+        ({"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list"),
         ({"layers_block_type": None, "hybrid_override_pattern": "ME"}, "layers are 'ME'"),
         ({"mlp_bias": True}, "mlp_bias is True, and here it is False"),
         ({"mamba_num_heads": 8}, "mamba_num_heads · mamba_head_dim is 64, and here it is"),
@@ -318,11 +310,8 @@ def test_weights_under_other_names_in_parts_and_in_bfloat16(stored):
     assert hf.model_config(model_of("mamba2")[0] | limit) == MODELS["mamba2"]
     index = lambda **files: (stored / INDEX).write_text(json.dumps({"weight_map": files}))
     wide, embedding = weights(), "backbone.embeddings.weight"
-    for ours, theirs in (
-        ("backbone.", ""),
-        ("embeddings", "embedding"),
-        (embedding, "lm_head.weight"),
-    ):
+    names = ("backbone.", ""), ("embeddings", "embedding"), (embedding, "lm_head.weight")
+    for ours, theirs in names:
         renamed = {name.replace(ours, theirs): tensor for name, tensor in wide.items()}
         save_file(renamed, stored / "../../blobs/1")
         (stored / WEIGHTS).unlink()
@@ -340,35 +329,26 @@ def test_weights_under_other_names_in_parts_and_in_bfloat16(stored):
     same(hf.load(stored)[1], half)
 
 
-def test_folders_without_a_checkpoint_are_refused(stored, tmp_path, monkeypatch):
+def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     (tmp_path / "empty").mkdir()
     mixer = "backbone.layers.1.mixer"
     quantized, twice = {f"{mixer}.D": np.ones(72, np.int8)}, {"norm_f.weight": np.ones(24, "f4")}
     grouped = {f"{mixer}.conv1d.weight": np.ones((72, 2, 3), "f4")}
-    of_hub = "hf download a/b --local-dir b and give the folder b"
     having = lambda name, tensors: folder_of(tmp_path / name, tensors=weights() | tensors)
     for folder, words in (
         (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
-        (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that"),
-        ("a/b", of_hub),
+        (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that .* hf download"),
         (having("q", quantized), r"layers.1.mixer.D is of dtype I8, and here weights"),
         (having("g", grouped), r"conv1d.weight has shape \(72, 2, 3\), and by .* \(72, 1, 3\)"),
         (having("t", twice), r"the weights have norm_f.weight twice"),
     ):
         refused(words, hf.load, folder)
-    refused(of_hub, jaxkern.lm.load, "a/b")
     of_mamba_ssm = {"d_model": 24, "n_layer": 2, "ssm_cfg": {}, "vocab_size": 1100}
     for file, content, words in (  # one change after the other
         (WEIGHTS, "damaged", r"model.safetensors is damaged"),
-        (WEIGHTS, None, r"holds no model.safetensors; download it whole"),
-        ("pytorch_model.bin", "", r"pytorch_model.bin is not read; .*save_pretrained"),
+        (WEIGHTS, None, r"holds no model.safetensors; download it whole, or write .*save_pretr"),
         (INDEX, [], r"index.json is no index of weights"),
-        ("config.json", of_mamba_ssm, r"of mamba_ssm; .* ends in -hf, .* convert_mamba_ssm"),
-        (
-            "config.json",
-            of_mamba_ssm | {"ssm_cfg": {"layer": "Mamba2"}},
-            r"layout of mamba_ssm; .* convert_mamba2_ssm",
-        ),
+        ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or convert it"),
         ("config.json", {"format": "1", "flags": {}}, r"a run of jaxkern train; load it with"),
         ("config.json", [], r"config.json is no configuration"),
     ):
@@ -376,10 +356,6 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path, monkeypatch)
         if content is not None:
             (stored / file).write_text(json.dumps(content))
         refused(words, hf.load, stored)
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.delitem(sys.modules, "jaxkern.lm.hf")
-    with pytest.raises(ImportError, match="pip install safetensors tokenizers"):
-        importlib.import_module("jaxkern.lm.hf")
 
 
 def with_a_tensor_twice(content):
@@ -408,9 +384,8 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         (WEIGHTS, None, "'model.safetensors' is no file"),
         ("config.json", None, "'config.json' is no file"),
         ("config.json", "[" * 99_999, "is no configuration of a model: it is nested too deep"),
-        ("config.json", '{"a":' * 70 + "1" + "}" * 70, "it is nested too deep"),
         ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
-        ("config.json", '{"a": ' + "9" * 999 + "}", "it has a number of 999 digits"),
+        ("config.json", '{"a": ' + "9" * 9999 + "}", "is no configuration .* 9999 digits"),
         ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
@@ -518,11 +493,11 @@ def of_transformers(folder):
 def of_jaxkern(folder):
     read, run = hf.load_tokenizer(folder), tokenizers.load(folder)
     texts = [tokenizers.text_of(run.said, f"{name}_token") for name in ("bos", "eos", "pad")]
-    named = [None if text is None else read.token_to_id(text) for text in texts]
-    begin, ends = tokenizers.generation(folder)
+    named = [None if text is None else read.tokenizer.token_to_id(text) for text in texts]
+    begin, ends = read.begin, read.ends
     assert run.begin in (named[0], begin) or named[0] is begin is None
     assert run.end in (named[1], *ends) or (named[1] is None and not ends)
-    return shown(named, read.encode(TEXT).ids, [begin, *ends])
+    return shown(named, read.encode(TEXT), [begin, *ends])
 
 
 READERS = [of_jaxkern, *[of_transformers][: importlib.util.find_spec("transformers") is not None]]
@@ -563,10 +538,10 @@ def test_a_checkpoint_is_sampled_from(tmp_path, capsys, kind):
 
 
 def test_a_model_of_bytes_needs_no_tokenizer(tmp_path):
-    size = ModelConfig.from_stored(SIZE.stored() | {"vocab_size": 256, "expand": 2})
+    size = dataclasses.replace(SIZE, vocab_size=256, expand=2)
     more = {"vocab_size": 256, "expand": 2, "time_step_rank": "auto"}
     folder = folder_of(tmp_path, tensors=weights(size), **more)
-    assert isinstance(sample.load_hf(folder).codec, sample.Bytes)
+    assert isinstance(sample.load_hf(folder).codec, tokenizers.Bytes)
 
 
 @ONE_BY_DEFAULT
@@ -596,7 +571,7 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     ):
         assert words in command(capsys, "export", "--run", out, *argv, code=1)
     assert "holds no run" in command(capsys, "export", "--run", tmp_path, "--hf", "x", code=1)
-    assert checkpoint.read_config(out)
+    assert checkpoint.read(out)
 
 
 def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys):
@@ -617,14 +592,12 @@ def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys
         ("bpe:270", "", set()),
         ("bytes", "0 0 0", set()),
     ):
-        told = {"flags": {"init_hf": str(begun), "tokenizer": str(spec)}}
+        told, info = {"init_hf": str(begun), "tokenizer": str(spec)}, {}
         if spec != "bytes":
             read = trained if spec == "bpe:270" else tokenizers.load(spec)
             (out / "tokenizer.json").write_text(read.stored())
-            told["data"] = {"tokenizer": {"begin": read.begin, "end": read.end}}
-        (out / "config.yaml").write_text(json.dumps(told["flags"]))
-        record = json.loads((out / "run.json").read_text()) | {"data": told.get("data", {})}
-        (out / "run.json").write_text(json.dumps(record))
+            info = {"tokenizer": {"begin": read.begin, "end": read.end}}
+        checkpoint.write(out, TrainConfig.from_flags({"model": SIZE} | told), info)
         command(capsys, "export", "--run", out, "--hf", theirs)
         files = {path.name for path in theirs.iterdir()}
         config = config_in(theirs)
@@ -652,7 +625,7 @@ def check_exported_tokenizer(out, theirs):
     model, exported = sample.load(out), sample.load(theirs)
     for prompt in ("state", "", "é <|endoftext|>"):
         assert exported.encode(prompt) == model.encode(prompt)
-    assert exported.codec.ends == model.codec.ends == {0}
+    assert exported.codec.ends == model.codec.ends == (0,)
     return model
 
 
@@ -678,8 +651,8 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
     words = r"bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
     refused(words, TrainConfig.from_flags(flags).for_tokens, 60000)
     write(tmp_path, {"config": config | {"vocab_size": 255}})
-    words = r"--init-hf .* 255 tokens, and bytes are 256; name a"
-    refused(words, begun_with, {"init_hf": str(tmp_path)})
+    of_bytes = TrainConfig.from_flags(begun_with({"init_hf": str(tmp_path)}))
+    refused(r"bytes has 256 tokens, more than the 255 of --init-hf", of_bytes.for_tokens, 256)
 
 
 @pytest.fixture
@@ -697,14 +670,11 @@ def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
     hf.save(begun, small, random_params(small))
     flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
     command(capsys, *argv, *flags, "--steps", 2)
-    config = checkpoint.read_config(out)
-    rate = config["flags"]["optimizer"]["lr"]
-    assert (config["flags"]["preset"], rate) == ("micro", PRESETS["micro"].optimizer.lr)
-    assert config["flags"]["init_hf"] == str(begun)
-    assert ModelConfig.from_stored(config["model"]) == small
+    config, info = checkpoint.read(out)
+    assert (config.preset, config.optimizer.lr) == ("micro", PRESETS["micro"].optimizer.lr)
+    assert (config.init_hf, config.model) == (str(begun), small)
 
-    trained = checkpoint.config_of(out, config)
-    ((_, (batch,)),) = data.reopen(trained, out, config["data"]).validation(trained)
+    ((_, (batch,)),) = data.reopen(config, out, info).validation(config)
     loss = loss_float64(small, random_params(small), batch.tokens)
     first = read_metrics(out / "metrics.jsonl")[0]
     assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
@@ -735,13 +705,13 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
     assert texts[0] == texts[1]
 
     command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    flags = checkpoint.read_config(more)["flags"]
-    assert (flags["tokenizer"], flags["vocab_size"]) == (str(theirs), model.config.vocab_size)
+    config, _ = checkpoint.read(more)
+    assert (config.tokenizer, config.vocab_size) == (str(theirs), model.config.vocab_size)
     tokenizer = (theirs / "tokenizer.json").read_text()
     assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
     assert sample.load(more).encode("state") == model.encode("state")
     # Both runs have the same tokens: no document has a second one that begins it.
-    kept = [checkpoint.read_config(folder)["data"] | {"folder": ""} for folder in (more, out)]
+    kept = [checkpoint.read(folder)[1] | {"folder": ""} for folder in (more, out)]
     assert kept[0] == kept[1]
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
@@ -750,7 +720,7 @@ def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
     assert (again / "tokenizer.json").read_text() == tokenizer
     argv += ["--out", tmp_path / "x", "--init-hf", theirs]
     line = command(capsys, *argv, "--vocab-size", 999, code=1)
-    assert f"--vocab-size 999 is not that of --init-hf {theirs}, " in line
+    assert f"--vocab-size is what the checkpoint of --init-hf {theirs} has; leave it out" in line
     os.truncate(theirs / WEIGHTS, 999)
     assert "model.safetensors is damaged" in command(capsys, *argv, code=1)
     assert not (tmp_path / "x").exists()  # nothing was tokenised

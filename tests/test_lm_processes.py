@@ -232,9 +232,6 @@ def test_a_signal_stops_both_and_a_killed_process_ends_the_other(start, train, t
     until(lambda: saved() > stopped, two)
     two[0].kill()
     killed = time.monotonic()
-    assert two[1].wait(PATIENCE) in (
-        -signal.SIGABRT,
-        1,
-    )  # by JAX, or before by itself
+    assert two[1].wait(PATIENCE) in (-signal.SIGABRT, 1)  # by JAX, or before by itself
     assert time.monotonic() - killed < 60
     assert re.search(r"another task died|another process is lost \(", texts()[1])

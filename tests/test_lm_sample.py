@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 
 import jax
@@ -18,8 +17,9 @@ import tokenizers
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
-from jaxkern.lm import cli, data, sample
+from jaxkern.lm import cli, sample
 from jaxkern.lm.config import RunError
+from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
 from jaxkern.precision import Policy
@@ -63,9 +63,7 @@ def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     monkeypatch.setattr(sample, "_LEAST", 16)
     if shape.hybrid:
         shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
-    model = sample.LanguageModel(
-        shape, random_params(shape), codec=None
-    )  # nothing says what they are
+    model = sample.LanguageModel(shape, random_params(shape), codec=None)  # of any tokens
     found = model.generate(PROMPTS, length=21, temperature=0)
     for prompt, tokens in zip(PROMPTS, found, strict=True):
         assert [*prompt, *tokens] == greedy_float64(shape, model.params, prompt, 21)
@@ -168,9 +166,11 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
             yield chunk
 
     monkeypatch.setattr(sample, "generate_tokens", noted)
-    theirs = sample.Tokens(words, 320, first=0)
-    ours = sample.codec_of(data.tokenizer.Tokenizer(words, 0, 999))
-    for codec, there in ((theirs, known.values()), (ours, known.values()), (sample.Bytes(), BYTES)):
+    theirs = Tokenizer(words, 0, (), template=True)
+    ours = Tokenizer(words, 0, (999,))
+    small = dataclasses.replace(MODEL, codec=ours)
+    refused("tokenizer.json has token 289, and the model has 256; give", small.encode, "w289")
+    for codec, there in ((theirs, known.values()), (ours, known.values()), (Bytes(), BYTES)):
         model = sample.LanguageModel(config, params, codec=codec)
         tokens.clear()
         model.generate(["", "", ""], length=48, **options)
@@ -187,13 +187,13 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
     [
         (ValueError, "temperature must be at least 0 and finite, got -1", {"temperature": -1}),
         (ValueError, "temperature must be at least 0 and finite, got nan", {"temperature": np.nan}),
-        (TypeError, "temperature must be a number, got '1'", {"temperature": "1"}),
-        (ValueError, "top_k must be at least 0, got -1", {"top_k": -1}),
+        (TypeError, "temperature must be a number, got 'x'", {"temperature": "x"}),
+        (ValueError, "top_k must be from 0 to .*, got -1", {"top_k": -1}),
         (TypeError, "top_k must be a whole number, got 1.5", {"top_k": 1.5}),
-        (ValueError, "top_p must be above 0 and at most 1, .* got 0", {"top_p": 0}),
-        (ValueError, "top_p must be above 0 and at most 1, .* got 2", {"top_p": 2}),
-        (ValueError, "length must be at least 0, got -3", {"length": -3}),
-        (ValueError, "seed must be from 0 to 2147483647, got -1", {"seed": -1}),
+        (ValueError, "top_p must be above 0 and at most 1, got 0", {"top_p": 0}),
+        (ValueError, "top_p must be above 0 and at most 1, got 2", {"top_p": 2}),
+        (ValueError, "length must be from 0 to .*, got -3", {"length": -3}),
+        (ValueError, "seed must be from 0 to .*, got -1", {"seed": -1}),
         (ValueError, "prompts must have at least one prompt", {"prompts": []}),
         (TypeError, r"prompts\[0\] must be a sequence of integers, got", {"prompts": [1, 2]}),
         (TypeError, r"prompts\[0\] must be a sequence of integers, got", {"prompts": "text"}),
@@ -238,7 +238,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     read = tokenizers.Tokenizer(tokenizers.models.BPE(fallback, [], byte_fallback=True))
     of_bytes = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
     read.decoder = tokenizers.decoders.Sequence(of_bytes)
-    for codec in (sample.Tokens(read, 256), sample.Bytes()):
+    for codec in (Tokenizer(read, None, (), template=True), Bytes()):
         model = dataclasses.replace(MODEL, codec=codec)
         for end, last in ((b"", ""), (b"\xe2\xff", "��")):
             pieces = [np.array([[token]]) for token in "né€ 🙂".encode() + end]
@@ -250,7 +250,7 @@ def test_characters_of_several_tokens_are_shown_whole(monkeypatch):
     # A text that has ended within a character is not written again while another goes on.
     chunks = np.array([[0xE2, 0], [97, 98]]), np.array([[1, 1], [99, 100]])
     monkeypatch.setattr(sample, "generate_tokens", lambda *_, **__: iter(chunks))
-    model = dataclasses.replace(MODEL, codec=sample.Tokens(read, 256, ends=[0]))
+    model = dataclasses.replace(MODEL, codec=Tokenizer(read, None, (0,), template=True))
     assert model.generate(["a", "a"]) == ["�", "abcd"]
 
 
@@ -296,9 +296,7 @@ def test_texts_of_several_prompts_end_each_by_itself():
 
 @pytest.fixture
 def run(tmp_path):
-    flags, versions = {"of": "another version"}, {"jaxkern": "0.0.9"}
-    low = str(Policy.parse("bf16"))
-    return run_of(tmp_path / "run", MICRO, PARAMS, precision=low, flags=flags, versions=versions)
+    return run_of(tmp_path / "run", MICRO, PARAMS, mixed_precision="bf16")
 
 
 def test_load(run):
@@ -332,8 +330,6 @@ def test_load_says_what_a_folder_is_not(run, tmp_path):
     refused(words, jaxkern.lm.load, run / "checkpoints" / "10")
     refused(r"holds no run \(no run.json\)", jaxkern.lm.load, tmp_path)
     refused(r"there is no folder .*nowhere; give one that", jaxkern.lm.load, tmp_path / "nowhere")
-    rewrite(model=MICRO.stored() | {"heads": 4})
-    refused(r"was written by jaxkern 0.0.9, .*heads", jaxkern.lm.load, run)
     rewrite(format="jaxkern-lm-1")
     refused(r"was not written by this version", jaxkern.lm.load, run)
     (run / "config.json").write_text('{"model_type": "mamba"}')
@@ -375,9 +371,3 @@ def test_the_command_line(run, tmp_path, capsys):
     assert cli.main([*argv, "--stop", stops[0], "--stop", stops[1]]) == 0
     assert capsys.readouterr() == ("a" + before(printed[1:-1], stops) + "\n", "")
     assert "--stop must have a value, got ''" in command(capsys, *argv, "--stop", "", code=2)
-
-
-@pytest.mark.exhaustive
-def test_importing_it_waits_for_nothing():
-    code = "import sys, jaxkern.lm; sys.exit('flax' in sys.modules or not jaxkern.lm.load.__doc__)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0

@@ -11,8 +11,7 @@ checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face, and runs exported to it
 hf_layouts  how transformers stores each kind of model
 untrusted   reads files that a stranger may have written
-report      progress, metrics.jsonl, loss.png
-trackers    TensorBoard, Weights & Biases, a trace of some steps
+report      metrics.jsonl, TensorBoard, Weights & Biases, a trace of steps, progress, loss.png
 memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 train       a training run, begun or resumed: `Trainer`
@@ -55,7 +54,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
       by its tokenizer.
 
     Raises:
-      ImportError: flax or orbax is missing; ``pip install flax orbax-checkpoint``.
+      ImportError: a package of the extras lm, hf or data is missing.
       RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
         none that is whole.
 

@@ -13,7 +13,6 @@ that has its name is whole, whenever the process was killed.
 """
 
 import contextlib
-import errno
 import json
 import os
 import platform
@@ -29,9 +28,8 @@ import jax.numpy as jnp
 
 import jaxkern
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import write_atomically
+from jaxkern.lm.data import locked, write_atomically
 from jaxkern.lm.processes import ALONE, Alone
-from jaxkern.precision import Policy
 
 if TYPE_CHECKING:  # orbax takes a second to import, which the first step need not wait for
     import orbax.checkpoint as ocp
@@ -64,112 +62,47 @@ def check_fresh(out: Path) -> None:
 def only_process(out: Path) -> Iterator[str]:
     """Hold the run's folder; a second process that trains in it is refused.
 
-    Inside, `.lock` there has the text that is yielded, by which others tell that they see it. The
-    lock belongs to the process, so a killed one leaves none behind.
+    Inside, `.lock` there has the text that is yielded, by which others tell that they see it.
     """
-    import fcntl
+
+    def refuse() -> None:
+        raise RunError(f"another process is training in {out}; stop it first or name another --out")
 
     out.mkdir(parents=True, exist_ok=True)
-    with open(out / LOCK, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RunError(
-                f"another process is training in {out}; stop it first or name another --out"
-            ) from None
-        except OSError:  # a file system without locks
-            pass
+    with locked(out / LOCK, refuse) as file:
         print(token := uuid.uuid4().hex, end="", file=file, flush=True)
         yield token
 
 
-@contextlib.contextmanager
-def written(path: Path) -> Iterator[None]:
-    """Inside, an error that says only that a file is too large names this one, which is written.
-
-    Those of orbax and safetensors become one of the system.
-    """
-    try:
-        yield
-    except Exception as error:
-        large = os.strerror(errno.EFBIG)
-        if large not in str(error) or getattr(error, "filename", None) is not None:
-            raise
-        raise OSError(errno.EFBIG, large, str(path)) from error
-
-
-def write_config(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
+def write(run: Path, config: TrainConfig, data: dict[str, Any]) -> None:
     """Write config.yaml and run.json, which make the folder a run; `data` is its corpus's info."""
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
     versions = {name: metadata.version(name) for name in packages}
     versions |= {"python": platform.python_version(), "jaxkern": jaxkern.__version__}
-    record = {"format": FORMAT, "model": config.model.stored(), "precision": _dtypes(config)}
-    record |= {"data": data, "versions": versions}
     config.save(run / f"{_CONFIG}.tmp")
     os.replace(run / f"{_CONFIG}.tmp", run / _CONFIG)  # whole, whenever the process is killed
+    record = {"format": FORMAT, "data": data, "versions": versions}
     write_atomically(run / _RECORD, json.dumps(record, indent=2) + "\n")
 
 
-def read_config(run: Path) -> dict[str, Any]:
-    """The record of a run: what run.json holds, and its configuration as `flags`.
-
-    Raises:
-        RunError: it is missing, damaged or of another version.
-    """
-    import yaml
-
+def read(run: Path) -> tuple[TrainConfig, dict[str, Any]]:
+    """The configuration of a run, and its corpus's info."""
     if not is_run(run):
         raise RunError(f"{run} holds no run (no {_RECORD}); give the --out of a jaxkern train")
-    reason = "a table is missing"
     try:
         record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-        if (found := record["format"]) != FORMAT:
-            raise RunError(
-                f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
-                f"{FORMAT!r}; train again with another --out"
-            )
-        record["flags"] = yaml.safe_load((run / _CONFIG).read_text(encoding="utf-8"))
-        if all(isinstance(record[name], dict) for name in ("flags", "model", "data")):
-            return record
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
-        reason = f"{type(error).__name__}: {error}"
-    raise RunError(
-        f"{run}: {_RECORD} or {_CONFIG} is damaged ({reason}); restore it, or train again with "
-        "another --out"
-    )
-
-
-def config_of(run: Path, stored: dict[str, Any]) -> TrainConfig:
-    """The configuration of a run; `stored` is its record.
-
-    Raises:
-        RunError: it cannot be read, or its model is not that of the checkpoints.
-    """
-    config = TrainConfig.load(run / _CONFIG)
-    own = config.model.stored() | {"mixed_precision": _dtypes(config)}
-    found = stored["model"] | {"mixed_precision": stored.get("precision")}
-    if differing := differences(found, own):
+        found, data = record["format"], dict(record["data"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise RunError(
-            f"{run / _CONFIG}: its model is not that of the run, where {differing}; put it back, "
-            "or start a new run"
+            f"{run / _RECORD} is damaged ({type(error).__name__}: {error}); restore it, or train "
+            "again with another --out"
+        ) from None
+    if found != FORMAT:
+        raise RunError(
+            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
+            f"{FORMAT!r}; train again with another --out"
         )
-    return config
-
-
-def _dtypes(config: TrainConfig) -> str:
-    """The dtypes of a run, or what names none."""
-    try:
-        return str(Policy.parse(config.mixed_precision))
-    except ValueError:
-        return config.mixed_precision
-
-
-def text_of(path: Path) -> str:
-    """The text of a small file; "" if it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return TrainConfig.load(run / _CONFIG), data
 
 
 def steps(run: Path) -> list[int]:
@@ -197,15 +130,8 @@ class Restored(NamedTuple):
 def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALONE) -> Restored:
     """Read the newest checkpoint of a run that can be read, or that of a step.
 
-    Args:
-        run: the run's folder.
-        like: pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
-            fields, such as ``{"params": …}``.
-        step: which checkpoint; by default the newest.
-        peers: the processes that read it at the same time, each its parts.
-
-    Raises:
-        RunError: there is none, or none that can be read.
+    `like` is a pytree of jax.ShapeDtypeStruct with shardings: the state, or a dict of some of its
+    fields, such as ``{"params": …}``. Each of several processes, `peers`, reads its parts.
     """
     there, damaged = steps(run), list[str]()
     if step is not None and step not in there:
@@ -226,7 +152,6 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
 
 
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
-    """The arrays and the iterator's state of a checkpoint; any exception if it cannot be read."""
     import orbax.checkpoint as ocp
 
     given = ocp.checkpoint_utils.construct_restore_args(like)
@@ -265,24 +190,23 @@ class Saver:
     """
 
     def __init__(self, run: Path, *, keep: int, like: Any = None, peers: Alone = ALONE):
-        self._copy, self._beside = lambda state: state, like is not None
-        if self._beside:  # compiled now, so that no step waits for it
+        self._copy: Any = None
+        if like is not None:  # compiled now, so that no step waits for it
             shardings = jax.tree.map(lambda leaf: leaf.sharding, like)
             copy = lambda tree: jax.tree.map(jnp.copy, tree)
             self._copy = jax.jit(copy, out_shardings=shardings).lower(like).compile()
-        self._folder = run / _CHECKPOINTS
         if peers.main:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            (run / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         peers.share(lambda: None)  # all see it
         options = {"max_to_keep": keep, "cleanup_tmp_directories": True}
-        self._manager = _manager(run, peers, beside=self._beside, **options)
+        self._manager = _manager(run, peers, beside=like is not None, **options)
         self._begun: tuple[int, Any, dict[str, Any]] | None = None
 
     def start(self, step: int, state: Any, data: dict[str, Any]) -> None:
         """Begin the checkpoint of a step, when the one before is whole."""
         self.write()
-        self._begun = step, self._copy(state), data
-        if not self._beside:
+        self._begun = step, self._copy(state) if self._copy else state, data
+        if not self._copy:
             self.write()
 
     def write(self) -> None:
@@ -292,24 +216,20 @@ class Saver:
         if self._begun is None:
             return
         (step, state, data), self._begun = self._begun, None
-        with written(self._folder / str(step)):
-            arrays, data_of = ocp.args.PyTreeSave(state), ocp.args.JsonSave(data)
-            args = ocp.args.Composite(state=arrays, data=data_of)
-            self._manager.save(step, args=args, force=True)
+        arrays, data_of = ocp.args.PyTreeSave(state), ocp.args.JsonSave(data)
+        args = ocp.args.Composite(state=arrays, data=data_of)
+        self._manager.save(step, args=args, force=True)
 
     def check(self) -> None:
         """Raise what went wrong with the checkpoint that was begun; wait for nothing."""
-        with written(self._folder):
-            self._manager.check_for_errors()
+        self._manager.check_for_errors()
 
     def wait(self) -> None:
         """Wait until the checkpoint that was begun is whole and on disk; raise what went wrong."""
         self.write()
-        with written(self._folder):
-            self._manager.wait_until_finished()
+        self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Wait as `wait` does, and end orbax's threads."""
         try:
             self.wait()
         finally:
@@ -353,9 +273,3 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
     )
-
-
-def differences(stored: dict[str, Any], own: dict[str, Any]) -> str:
-    """Says which values of a stored model differ from this one's."""
-    names = [name for name in own if stored.get(name) != own[name]]
-    return ", ".join(f"{name} is {stored.get(name)}, not {own[name]}" for name in names)

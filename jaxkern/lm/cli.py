@@ -8,7 +8,6 @@ flax are imported only by the command that needs them.
 import contextlib
 import dataclasses
 import errno
-import importlib.util
 import io
 import itertools
 import math
@@ -28,9 +27,11 @@ from jaxkern.lm import stop
 from jaxkern.lm.config import (
     ALIASES,
     FlagError,
+    Probability,
     Rule,
     RunError,
     Size,
+    Temperature,
     TrainConfig,
     Whole,
     axes_of,
@@ -117,11 +118,9 @@ class Sample:
     prompt: UseAppendAction[tuple[str, ...]] = ()
     prompts: Path | None = None
     length: Size = 400
-    temperature: Annotated[
-        float, Rule("0, or from 0.0001 to 10000", lambda t: t == 0 or 1e-4 <= t <= 1e4)
-    ] = 0.8
+    temperature: Temperature = 0.8
     top_k: Whole = 40
-    top_p: Annotated[float, Rule("from 1e-06 to 1", lambda p: 1e-6 <= p <= 1)] = 1.0
+    top_p: Probability = 1.0
     seed: Whole = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     timing: bool = False
@@ -218,11 +217,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 def _spelled(argv: Sequence[str]) -> list[str]:
-    """The arguments with every flag by its whole name, and with a value.
-
-    Raises:
-      FlagError: a flag has an empty one, as of a variable that is not set.
-    """
+    """The arguments with every flag by its whole name, and with a value."""
     args: list[str] = []
     for arg, after in itertools.zip_longest(argv, argv[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")
@@ -256,10 +251,7 @@ def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        argv: arguments; those of the process by default.
+    """Run a command by these arguments, by default those of the process.
 
     Returns:
         The exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
@@ -319,32 +311,36 @@ def _fail(message: str, code: int = 1) -> int:
 def _explain(error: BaseException) -> str | None:
     """One line for an error of the machine, or of a kernel that cannot run; None for a bug."""
     text = str(error)
-    number = getattr(error, "errno", None)
-    for full, what in ((errno.ENOSPC, "the disk is full"), (errno.EDQUOT, "the quota is used up")):
-        if number == full or os.strerror(full) in text:
-            return (
-                f"{what}; free some space (a run that had begun has whole checkpoints, "
-                "and goes on with --resume)"
-            )
+    for number, line in _NO_SPACE.items():
+        if getattr(error, "errno", None) == number or os.strerror(number) in text:
+            return f"{line} (a run that had begun has whole checkpoints, and goes on with --resume)"
     if isinstance(error, OSError) and error.strerror:
-        what = error.strerror
-        if number == errno.EFBIG:
-            what += "; raise the limit of a file's size (ulimit -f), or name another file system"
-        return what if error.filename is None else f"{error.filename}: {what}"
+        where = "" if error.filename is None else f"{error.filename}: "
+        return where + error.strerror
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in text:
         from jaxkern.lm.memory import REMEDY
 
         return f"out of memory; {REMEDY}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        named = {"orbax": "orbax-checkpoint"}.get(package, package)
+        return None if package == "jaxkern" else f"{named} is missing; run: pip install {named}"
     if isinstance(error, NotImplementedError):
         reason, asked, _ = text.partition(" Use implementation=")
         return f"{reason} Use --implementation auto, or xla." if asked else text
     return None
 
 
+_NO_SPACE = {
+    errno.ENOSPC: "the disk is full; free some space",
+    errno.EDQUOT: "the quota is used up; free some space",
+    errno.EFBIG: "a file is too large; raise its limit (ulimit -f) or name another file system",
+}
+
+
 def _train(flags: dict[str, Any]) -> None:
     from jaxkern.lm import processes
 
-    _need_packages("train", *(["safetensors"] if "init_hf" in flags else []))
     names = "coordinator", "processes", "process"
     found = processes.find(*(flags.pop(name, None) for name in names))
     with processes.joined(found, flags):
@@ -362,7 +358,6 @@ def _sample(flags: dict[str, Any]) -> None:
         prompts += [line.removesuffix("\r") for line in lines if line.strip()]
         if not prompts:
             raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
-    _need_packages("sample", *(["safetensors", "tokenizers"] if folder else []))
     _start_jax()
     from jaxkern.lm import sample
 
@@ -379,7 +374,6 @@ def _sample(flags: dict[str, Any]) -> None:
 
 
 def _export(flags: dict[str, Any]) -> None:
-    _need_packages("export", "safetensors")
     _start_jax()
     from jaxkern.lm.hf import export
 
@@ -387,7 +381,6 @@ def _export(flags: dict[str, Any]) -> None:
 
 
 def _warm(flags: dict[str, Any]) -> None:
-    _need_packages("warm")
     gpu, file = flags.pop("gpu"), flags.pop("config", None)
     config = TrainConfig.from_flags(flags, file)
     devices = math.prod(axes_of(config.mesh).values())
@@ -431,16 +424,6 @@ def _start_jax() -> None:
             f"JAX cannot start{f' with JAX_PLATFORMS={named}' if named else ''}: "
             f"{str(error) or 'there is no such device'}; jaxkern doctor shows what there is"
         ) from None
-
-
-def _need_packages(command: str, *more: str) -> None:
-    """Raises RunError with the packages that are missing, by what installs them from anywhere."""
-    packages = "flax", "orbax-checkpoint", "matplotlib", "tqdm", *more
-    there = lambda package: importlib.util.find_spec(package.partition("-")[0])
-    if missing := [package for package in packages if not there(package)]:
-        raise RunError(
-            f"jaxkern {command} needs {', '.join(missing)}; run: pip install {' '.join(missing)}"
-        )
 
 
 _COMMANDS: dict[str, tuple[Any, Callable[[dict[str, Any]], None]]] = {

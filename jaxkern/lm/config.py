@@ -49,6 +49,8 @@ Count = Annotated[int, Rule(_INT32[0], lambda value: 1 <= value < 2**31)]
 Whole = Annotated[int, Rule(_INT32[1], lambda value: 0 <= value < 2**31)]
 Size = Annotated[int, Rule("at least 1", lambda value: value >= 1)]
 Positive = Annotated[float, Rule("above 0 and finite", lambda value: 0 < value < math.inf)]
+Temperature = Annotated[float, Rule("at least 0 and finite", lambda value: 0 <= value < math.inf)]
+Probability = Annotated[float, Rule("above 0 and at most 1", lambda value: 0 < value <= 1)]
 Below1 = Annotated[float, Rule("at least 0 and below 1", lambda value: 0 <= value < 1)]
 # A float32, and its product with the schedule's factors.
 Float32 = Annotated[float, Rule("from 1e-30 to 1e+30", lambda value: 1e-30 <= value <= 1e30)]
@@ -62,38 +64,41 @@ def check_fields(config: Any, prefix: str | None = "") -> None:
     """Bring the fields of a dataclass to their types, and refuse what is of none or breaks a rule.
 
     Lists become tuples, and texts such as 1e-3, which is one to YAML, numbers where these belong.
-
-    Args:
-      config: the instance, in its ``__post_init__``.
-      prefix: of the flags that the fields are; ``None`` if they are arguments of Python alone.
-
-    Raises:
-      FlagError: a value is wrong; ValueError or TypeError if `prefix` is ``None``.
+    Where the fields are flags of this prefix, a FlagError tells of a wrong one, else TypeError or
+    ValueError.
     """
     for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
+        hint = _hints(type(config))[field.name]
         try:
-            typed = _typed(_hints(type(config))[field.name], value)
+            value = checked(field.name, hint, getattr(config, field.name))
         except (TypeError, ValueError) as error:
-            what = f"must be {error}, got {value!r:.80}"
             if prefix is None:
-                raise type(error)(f"{field.name} {what}") from None
-            raise FlagError(prefix + field.name, what) from None
-        object.__setattr__(config, field.name, typed)
+                raise
+            name, _, what = str(error).partition(" ")
+            raise FlagError(prefix + name, what) from None
+        object.__setattr__(config, field.name, value)
 
 
-def _typed(hint: Any, value: Any) -> Any:
+def checked(name: str, hint: Any, value: Any) -> Any:
+    """The value as that type; TypeError or ValueError says of the name what it must be."""
+    try:
+        return typed(hint, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be {error}, got {value!r:.80}") from None
+
+
+def typed(hint: Any, value: Any) -> Any:
     """The value as that type; TypeError or ValueError says what it must be."""
     kinds = get_args(hint)
     if hasattr(hint, "__metadata__"):  # Annotated
-        value = _typed(hint.__origin__, value)
+        value = typed(hint.__origin__, value)
         for rule in hint.__metadata__:
             if isinstance(rule, Rule) and not rule.holds(value):
                 raise ValueError(rule.words)
         return value
     if type(None) in kinds:
         try:
-            return None if value is None else _typed(kinds[0], value)
+            return None if value is None else typed(kinds[0], value)
         except TypeError as error:
             raise TypeError(f"{error} or None") from None
     if get_origin(hint) is Literal:
@@ -103,7 +108,7 @@ def _typed(hint: Any, value: Any) -> Any:
     if get_origin(hint) is tuple:
         if not isinstance(value, list | tuple):
             raise TypeError("a list")
-        return tuple(_typed(kinds[0], each) for each in value)
+        return tuple(typed(kinds[0], each) for each in value)
     if hint is float and isinstance(value, str):
         with contextlib.suppress(ValueError):
             value = float(value)
@@ -336,20 +341,6 @@ class ModelConfig:
         """The inner channels of an MLP."""
         return self.d_mlp or 4 * self.d_model
 
-    def stored(self) -> dict[str, Any]:
-        """The shape as a run's files hold it, in values that JSON has: infinity is a text."""
-        limits = [each if math.isfinite(each) else str(each) for each in self.dt_limit]
-        return dataclasses.asdict(self) | {"dt_limit": limits}
-
-    @staticmethod
-    def from_stored(stored: dict[str, Any]) -> "ModelConfig":
-        """The shape that a file of a run holds.
-
-        Raises:
-          TypeError, ValueError: it is no shape of a model.
-        """
-        return ModelConfig(**stored)
-
 
 def shortest_repeat(kinds: tuple[str, ...]) -> tuple[str, ...]:
     """The shortest tuple of which another one is repeats."""
@@ -540,12 +531,10 @@ class TrainConfig:
         Raises:
           RunError: a name or a value is wrong; the message says of which, and what is right.
         """
-        given = settings(flags, file)
-        config, asked = _built(_of_preset(given) | given), given.get("vocab_size", _BYTES)
+        given, asked = settings(flags, file), flags.get("vocab_size")
+        config = _built(_of_preset(given) | given)
         if config.tokenizer == "bytes" and not config.init_hf and asked not in (None, _BYTES):
-            raise RunError(
-                f"--vocab-size {asked}: bytes are 256 tokens; leave it out, or add --tokenizer"
-            )
+            raise FlagError("vocab_size", f"{asked}: bytes are 256 tokens; add --tokenizer")
         return config
 
     def with_values(self, values: Mapping[str, Any]) -> "TrainConfig":

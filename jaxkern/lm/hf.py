@@ -33,22 +33,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jaxkern.lm import checkpoint, data, sample, untrusted
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
-from jaxkern.lm.hf_layouts import CONFIG, HEAD, LAYOUTS, Layout, how_to_get, is_hf, layout_of
+from jaxkern.lm.hf_layouts import CONFIG, HEAD, HOW_TO_GET, LAYOUTS, Layout, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params
 from jaxkern.lm.stop import say
-
-try:
-    from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import save_file
-except ImportError as error:
-    raise ImportError(
-        "jaxkern.lm.hf needs safetensors; run: pip install safetensors tokenizers"
-    ) from error
 
 _STORED = ("F64", "F32", "F16", "BF16")
 _WRITTEN = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -167,16 +161,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Reads config.json of a checkpoint."""
     config = untrusted.read_json(folder, CONFIG, "configuration of a model")
     if config is None and not folder.exists():
-        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if config is None:
-        raise RunError(
-            f"{folder} holds no checkpoint (no {CONFIG}); give a folder of {CONFIG} and "
-            f"{_WEIGHTS}, such as hf download state-spaces/mamba-130m-hf --local-dir mamba-130m-hf "
-            "writes"
-        )
+        raise RunError(f"{folder} holds no checkpoint (no {CONFIG}); {HOW_TO_GET}")
     return config
 
 
@@ -200,12 +189,10 @@ def _layout(config: dict[str, Any]) -> Layout:
             "jaxkern.lm.load"
         )
     if "hidden_size" not in config and "d_model" in config:
-        ssm = config.get("ssm_cfg")
-        kind = "mamba2" if isinstance(ssm, dict) and ssm.get("layer") == "Mamba2" else "mamba"
         raise RunError(
             f"{CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
-            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with the "
-            f"script convert_{kind}_ssm_checkpoint_to_pytorch.py of transformers"
+            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with a "
+            "script convert_mamba*_ssm_checkpoint_to_pytorch.py of transformers"
         )
     kind = config.get("model_type", "mamba")
     known = {"model_type": tuple(LAYOUTS), "transformers_weights": (_WEIGHTS, None)}
@@ -223,14 +210,15 @@ def _layout(config: dict[str, Any]) -> Layout:
     return layout
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The ``tokenizers.Tokenizer`` of a checkpoint; ``None`` where it holds no tokenizer.json."""
+def load_tokenizer(folder: Path) -> tokenizers.Tokenizer | None:
+    """The tokenizer of a checkpoint; ``None`` where it holds no tokenizer.json."""
     path = untrusted.file_in(folder, tokenizers.FILE)
     if path is None:
         return None
     opened, said = tokenizers.open_file(path)
     opened.encode_special_tokens = said.get("split_special_tokens") is True
-    return opened
+    begin, ends = tokenizers.generation(folder)
+    return tokenizers.Tokenizer(opened, begin, tuple(ends), said, template=True)
 
 
 def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
@@ -249,7 +237,10 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     for name in sorted({*names}):
         path = untrusted.file_in(folder, name)
         if path is None:
-            raise RunError(f"{folder} holds no {_shown(name)}; {_in_safetensors(folder)}")
+            raise RunError(
+                f"{folder} holds no {_shown(name)}; download it whole, or write safetensors from "
+                "another format by save_pretrained of transformers"
+            )
         try:
             file = safe_open(path, framework="numpy")
             _check_header(path)
@@ -276,17 +267,6 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
             f"{', '.join(_STORED)}"
         )
     return file.get_tensor(name).astype(np.float32)
-
-
-def _in_safetensors(folder: Path) -> str:
-    """A remedy for a folder without weights that can be read."""
-    others = sorted(path.name for path in folder.glob("*.bin"))
-    if not others:
-        return "download it whole, or give another folder"
-    return (
-        f"{others[0]} is not read; write safetensors with transformers: "
-        "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-    )
 
 
 def _check_header(path: Path) -> None:
@@ -323,9 +303,9 @@ def export(
     model, notes = sample.load_run(run, step=step)
     for note in notes:
         say(f"warning: {note}")
-    stored = checkpoint.read_config(run)
-    begun = stored["flags"].get("init_hf")
-    like = Path(begun) if begun and (Path(begun) / CONFIG).exists() else None
+    config, info = checkpoint.read(run)
+    begun = Path(config.init_hf)
+    like = begun if config.init_hf and (begun / CONFIG).exists() else None
     if folder.exists() and not folder.is_dir():
         raise RunError(f"--hf {folder} is a file; name a folder")
     if checkpoint.is_run(folder):
@@ -337,12 +317,11 @@ def export(
         )
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
-        with checkpoint.written(folder / _WEIGHTS):
-            save(folder, model.config, params, like=like)
+        save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    spec = stored["flags"].get("tokenizer", "bytes")
-    _write_tokenizer(folder, data.open_tokenizer(spec, run, stored["data"]), like, spec)
+    tokenizer = data.open_tokenizer(config.tokenizer, run, info)
+    _write_tokenizer(folder, tokenizer, like, config.tokenizer)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 
@@ -350,8 +329,7 @@ def export(
 def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str) -> None:
     """Write the tokenizer of a run, and in every file which of its tokens begin and end a text.
 
-    What a folder says of its tokenizer holds where that is the run's; of another's tokens nothing
-    stays.
+    What a folder says of its tokenizer holds where that is the run's.
     """
     begun = _same(like, tokenizer)
     source = begun or _same(tokenizers.kind_of(spec), tokenizer) or tokenizer

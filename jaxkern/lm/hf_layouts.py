@@ -16,15 +16,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from jaxkern.lm import untrusted
-from jaxkern.lm.config import ModelConfig, RunError, shortest_repeat
+from jaxkern.lm.config import ModelConfig, Positive, Rule, RunError, shortest_repeat, typed
 
 CONFIG = "config.json"
-_LARGEST = 2**24  # of sizes: no product of them is beyond an array's
 
 
 def is_hf(folder: Path) -> bool:
@@ -33,56 +32,35 @@ def is_hf(folder: Path) -> bool:
     return "format" not in content and "model_type" in content
 
 
-def how_to_get(folder: Path) -> str:
-    """A remedy for a folder that does not exist: it may be a name on Hugging Face's hub."""
-    name = folder.as_posix()
-    if len(folder.parts) == 2 and not folder.is_absolute() and folder.parts[0] not in ("..", "."):
-        return (
-            f"if it is a model of Hugging Face's hub, download it, for example by: hf download "
-            f"{name} --local-dir {folder.name} and give the folder {folder.name}"
-        )
-    return "give one that jaxkern train, transformers or hf download has written"
+HOW_TO_GET = (
+    "give one that jaxkern train or transformers has written, or download a model of Hugging "
+    "Face's hub: hf download OWNER/NAME --local-dir FOLDER"
+)
+_SIZE = Annotated[int, Rule("from 1 to 2^24", lambda value: 1 <= value <= 2**24)]
+"""No product of such sizes is beyond an array's."""
+
+_ORDERED = Rule("two numbers in order, such as [0, 1]", lambda v: len(v) == 2 and v[0] <= v[1])
+_HINTS = {bool: bool, float: Positive, tuple: Annotated[tuple[float, ...], _ORDERED]}
 
 
 def value_of(content: Mapping[str, Any], name: str, default: Any) -> Any:
-    """The value of a key of config.json, of the kind of its default.
+    """The value of a key of config.json, of the type of its default; RunError if it is of another.
 
-    That is a number above 0, two numbers in order, true or false, a list of one type, a whole
-    number, or ``"auto"``, for which it is ``None``. A whole number has no default where it is
-    ``None``.
-
-    Raises:
-      RunError: it is none, and the message names the key.
+    ``[type]`` stands for a list of that type, None for a size without a default, and "auto" for
+    None or a size.
     """
-    value = content.get(name, default)
-    number = lambda v: isinstance(v, (int, float)) and not isinstance(v, bool)
-    match default:
-        case bool():
-            right, rule = isinstance(value, bool), "true or false"
-        case float():
-            right = number(value) and 0 < value < math.inf
-            rule = f"a number above 0, such as {default:g}"
-        case tuple():
-            # transformers spells infinity as a table since its version 5.
-            known = {"Infinity": math.inf, "-Infinity": -math.inf}
-            spelled = lambda v: known.get(str(v.get("__float__"))) if isinstance(v, dict) else v
-            pair: Any = [spelled(v) for v in value] if isinstance(value, (list, tuple)) else []
-            right = len(pair) == 2 and all(map(number, pair)) and pair[0] <= pair[1]
-            value, rule = (tuple(pair) if right else value), "two numbers in order, such as [0, 1]"
-        case [kind]:
-            value = [] if value in (None, default) else value
-            right = isinstance(value, list) and all(type(each) is kind for each in value)
-            rule = f"a list of {'texts' if kind is str else 'numbers'}"
-        case _:
-            auto = default == "auto"
-            if value is None and not auto:
-                raise RunError(f"{CONFIG} does not say {name}")
-            right = (type(value) is int and 0 < value <= _LARGEST) or (auto and value == "auto")
-            value = None if right and value == "auto" else value
-            rule = f"{'"auto" or ' * auto}a whole number from 1 to {_LARGEST}"
-    if not right:
-        raise RunError(f"{CONFIG}: {name} is {value!r}, and must be {rule}")
-    return value
+    value, hint = content.get(name, default), _HINTS.get(type(default), _SIZE)
+    if isinstance(default, tuple) and isinstance(value, list):
+        # transformers spells infinity as a table since its version 5.
+        value = [each.get("__float__") if isinstance(each, dict) else each for each in value]
+    elif isinstance(default, list):
+        hint, value = tuple[default[0], ...], [] if value in (None, default) else value
+    elif default == "auto" and value in (None, "auto"):
+        return None
+    try:
+        return typed(hint, value)
+    except (TypeError, ValueError) as error:
+        raise RunError(f"{CONFIG}: {name} is {value!r}, and must be {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +203,7 @@ def _layers(kinds: list[str]) -> dict[str, Any]:
 
 def _read_nemotron_h(content: Mapping[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Reads a list of names, or as before transformers 5 a text with a letter for each."""
-    listed = value_of(content, "layers_block_type", [str])
+    listed = [*value_of(content, "layers_block_type", [str])]
     listed = listed or str(content.get("hybrid_override_pattern"))
     if not {*listed} <= _NEMOTRON.keys():
         raise RunError(

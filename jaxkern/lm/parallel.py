@@ -141,10 +141,8 @@ class Split:
     def added_up(self, grads: Any, *, exchanged: bool) -> Any:
         """Adds up the devices' gradients of all parameters.
 
-        Args:
-          grads: each device's.
-          exchanged: whether they are those of what :meth:`gathered` was given. Else they are those
-            of what it gives, and of the sum of those of a matrix each device keeps its part.
+        They are those of what :meth:`gathered` was given if they are `exchanged`. Else they are
+        those of what it gives, and of the sum of those of a matrix each device keeps its part.
         """
 
         def summed(path, grad):
@@ -297,11 +295,7 @@ def _name_of(path: Any) -> tuple[str, int]:
 
 
 def split_of(config: TrainConfig, devices: int) -> Split:
-    """The split of a run's model between devices.
-
-    Raises:
-      RunError: it cannot be, or the batch or its sequences cannot.
-    """
+    """The split of a run's model between devices."""
     sizes = axes_of(config.mesh) or {config.parallel or "data": devices}
     if math.prod(sizes.values()) != devices:
         raise RunError(

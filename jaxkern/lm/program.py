@@ -27,10 +27,10 @@ from jaxkern.lm.step import (
     init_state,
     make_model,
     make_train_step,
+    precision_policy,
     schedule_of,
     token_weights,
 )
-from jaxkern.precision import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,7 @@ class Placement:
 
     @staticmethod
     def of(config: TrainConfig, devices: Sequence[Any]) -> "Placement":
-        """Puts a run on one device, or splits it between several.
-
-        Raises:
-          RunError: model or batch cannot be split so.
-        """
+        """Puts a run on one device, or splits it between several."""
         split = split_of(config, len(devices))
         if not (axes := split.axes):
             return Placement(tuple(devices), split, None)
@@ -123,22 +119,8 @@ class Placement:
         return self.jit(self.split.to_devices, self.shardings(state))(state)
 
 
-def precision_policy(config: TrainConfig) -> Policy:
-    """The dtypes of a run."""
-    try:
-        return Policy.parse(config.mixed_precision)
-    except ValueError as error:
-        raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
-
-
 def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
-    """The model of a run, to be merged with parameters.
-
-    Args:
-      config: of the run.
-      split: how it is split between devices.
-      gathers: whether the model gathers the matrices that ``split.fsdp`` splits.
-    """
+    """The model of a run, to be merged with parameters; it `gathers` what ``split.fsdp`` splits."""
     implementation: Any = None if config.implementation == "auto" else config.implementation
     options = Options(
         precision_policy(config), implementation, config.remat, config.scan_layers, split, gathers
@@ -270,13 +252,8 @@ def keep_programs() -> None:
 def warm(config: TrainConfig, gpu: str, devices: int) -> None:
     """Keep the kernels of a training step in the cache, on a machine that need not have a GPU.
 
-    Args:
-        config: of a run.
-        gpu: a name in ``jaxkern.core.target.GPUS``.
-        devices: how many GPUs share each batch.
-
-    Raises:
-        RunError: whatever the user can put right.
+    `gpu` is a name in ``jaxkern.core.target.GPUS``, and `devices` how many of them share each
+    batch.
     """
     there = [name for name, each in GPUS.items() if each.unsupported is None]
     if gpu not in there:

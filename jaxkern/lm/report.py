@@ -1,16 +1,26 @@
-"""Output of a run: progress, metrics.jsonl, loss.png."""
+"""Output of a run: metrics.jsonl and programs that show it, a trace of steps, progress, loss.png.
+
+The packages of TensorBoard and Weights & Biases are imported where they are asked for and nowhere
+else. A resumed run continues its curves there: what TensorBoard has of later steps is dropped, and
+Weights & Biases keeps it, as the steps give the same numbers again. One that is named on --resume
+alone gets the earlier records, too.
+"""
 
 import contextlib
 import json
 import math
 import os
+import shlex
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from tqdm import tqdm
 
 from jaxkern.lm import stop
 from jaxkern.lm.config import RunError
@@ -35,9 +45,9 @@ class MetricsLog:
             write_atomically(path, "".join(map(_line, self.records)))
             self._file = path.open("a", encoding="utf-8")
 
-    def follow(self, trackers: Sequence[Any]) -> None:
-        """Have these take all further records, too."""
-        self._followers = trackers
+    def follow(self, names: Sequence[str], out: Path, stored: dict[str, Any]) -> None:
+        """Have trackers show all records, of a run whose configuration is `stored`."""
+        self._followers = [_TRACKERS[name](out, stored, self.records) for name in names]
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
         if self._file is None:
@@ -63,11 +73,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line cut short by a kill is left out.
-
-    Raises:
-        RunError: if another line is no record, or the steps are not in order.
-    """
+    """The records of a metrics.jsonl; a last line cut short by a kill is left out."""
     records: list[dict[str, Any]] = []
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     for number, line in enumerate(lines, 1):
@@ -89,6 +95,78 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _scalars(record: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in record.items() if name != "step" and value is not None}
+
+
+class TensorBoard:
+    """Event files in the run's folder ``tensorboard``, by tensorboardX.
+
+    It is numpy and protobuf alone, where TensorBoard's own writer brings the whole of it.
+    """
+
+    def __init__(self, out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]):
+        from tensorboardX import SummaryWriter
+
+        del stored
+        folder, begun = str(out / "tensorboard"), (out / "tensorboard").exists()
+        first = records[-1]["step"] + 1 if begun and records else 0
+        # A file is named by the second, and two of the same name would be one.
+        self._writer = SummaryWriter(folder, purge_step=first, filename_suffix=f".{first:010}")
+        self.write([] if begun else records)
+
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            for name, value in _scalars(record).items():
+                self._writer.add_scalar(name, value, record["step"])
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, whose name is kept in ``wandb-id`` in the run's folder.
+
+    Its environment variables say what it does: WANDB_PROJECT, WANDB_MODE=offline and so on.
+    """
+
+    def __init__(self, out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]):
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        path = out / "wandb-id"
+        if not path.exists():
+            write_atomically(path, uuid.uuid4().hex[:12])
+        try:
+            self._run = wandb.init(
+                id=path.read_text(encoding="utf-8"),
+                resume="allow",
+                name=out.name,
+                dir=out,
+                config=stored,
+                project=os.environ.get("WANDB_PROJECT", "jaxkern"),
+                settings=wandb.Settings(console="off"),
+            )
+        except Exception as error:  # of wandb's own classes, which differ between its versions
+            raise RunError(
+                f"--log-to wandb: {error}; run wandb login, or set WANDB_MODE=offline"
+            ) from None
+        self.write(records)
+
+    def write(self, records: Sequence[dict[str, Any]]) -> None:
+        for record in records:
+            if record["step"] >= self._run.step:  # it takes steps in order alone
+                self._run.log(_scalars(record), step=record["step"])
+
+    def close(self) -> None:
+        with contextlib.suppress(Exception):  # the run itself is whole
+            self._run.finish()
+
+
+_TRACKERS = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
 class Speed:
@@ -143,8 +221,6 @@ class Progress:
         self._began = time.perf_counter()
         self._bar, self._text = None, ""
         if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
-            from tqdm import tqdm
-
             form = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left"
             options = {"unit": "step", "dynamic_ncols": True, "bar_format": form}
             self._bar = tqdm(initial=start, total=steps, **options)
@@ -160,10 +236,7 @@ class Progress:
         self._text = f"{text} · "
         if self._bar is None:
             left = (time.perf_counter() - self._began) / (step - self._start) * (self._steps - step)
-            minutes, seconds = divmod(round(left), 60)
-            hours, minutes = divmod(minutes, 60)
-            left = f"{hours}:{minutes:02}" if hours else f"{minutes}"
-            stop.say(f"{self._at(step)} · {text} · {left}:{seconds:02} left{held_out}")
+            stop.say(f"{self._at(step)} · {text} · {tqdm.format_interval(left)} left{held_out}")
             return
         with stop.output_may_close():
             self._bar.set_description_str(self._text, refresh=False)
@@ -196,6 +269,70 @@ class Progress:
         if self._bar is not None:
             with stop.output_may_close():
                 self._bar.close()
+
+
+_COUNT = 5  # steps that are traced: enough to tell what repeats, and few enough to look at
+_LATER = 10  # steps before them, which hold one-time work
+
+
+class Profile:
+    """Traces steps `first` to `last` of a run into a folder, by JAX's profiler.
+
+    They are said by STEP:COUNT or STEP; "auto" stands for some soon after those that are `done`,
+    and ``None`` for none. The run ends with step `end`.
+    """
+
+    def __init__(self, folder: Path, steps: str | None, *, done: int, end: int):
+        self._folder, self._tracing = folder, False
+        self.first = self.last = 0
+        if steps is None:
+            return
+        if steps == "auto":
+            self.first = max(done + 1, min(done + 1 + _LATER, end - _COUNT + 1))
+            self.last = min(self.first + _COUNT - 1, end)
+        else:
+            first, _, count = steps.partition(":")
+            self.first = int(first)
+            self.last = self.first + int(count or _COUNT) - 1
+        if self.first <= done or self.last > end:
+            raise RunError(
+                f"--profile {steps} are steps {self.first} to {self.last}, and those to come are "
+                f"{done + 1} to {end}; name steps among them, as STEP:COUNT"
+            )
+
+    @contextlib.contextmanager
+    def step(self, number: int, state: Any, speed: Speed) -> Iterator[None]:
+        """Inside is a step of the run, which starts from `state`."""
+        if number == self.first:
+            jax.block_until_ready(state)
+            with speed.paused():
+                options = jax.profiler.ProfileOptions()
+                options.python_tracer_level = 0  # the device is to be seen, and JAX's own events
+                jax.profiler.start_trace(self._folder, profiler_options=options)
+            self._tracing = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield
+
+    def after(self, number: int, state: Any, speed: Speed, progress: Progress) -> None:
+        """Write the trace, and say where it is, after its last step, which gave `state`."""
+        if not self._tracing or number < self.last:
+            return
+        jax.block_until_ready(state)
+        with speed.paused():
+            self.close()
+        trace = max(self._folder.rglob("*.trace.json.gz"))
+        progress.tell(
+            f"profile  steps {self.first} to {self.last}: {trace.parent}\n"
+            f"         tensorboard --logdir {shlex.quote(str(self._folder))} shows it, after "
+            "pip install tensorboard xprof,\n"
+            f"         and https://ui.perfetto.dev opens {trace.name}"
+        )
+
+    def close(self) -> None:
+        """Write the trace, if there is one under way."""
+        if self._tracing:
+            self._tracing = False
+            jax.profiler.stop_trace()
 
 
 def plot_losses(records: Sequence[dict[str, Any]], path: Path, *, title: str) -> None:

@@ -5,13 +5,9 @@ padding leaves no trace in the state. Every row draws by a key of its own, made 
 the token's position, so that it goes on as it would alone.
 """
 
-import codecs
 import dataclasses
 import functools
-import math
-import numbers
 import operator
-import shlex
 import sys
 import time
 import warnings
@@ -22,124 +18,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxkern.lm import checkpoint, data
-from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import SEPARATOR
+from jaxkern.lm.config import ModelConfig, Probability, RunError, Temperature, Whole, checked
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.hf_layouts import how_to_get, is_hf
-
-try:
-    from flax import nnx
-
-    from jaxkern.lm.model import MambaLM, Options, initial_params
-    from jaxkern.lm.step import make_model
-except ImportError as error:
-    raise ImportError(
-        "jaxkern.lm.load needs flax; run: pip install flax orbax-checkpoint"
-    ) from error
-
-from jaxkern.precision import Policy
+from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
+from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
+from jaxkern.lm.model import MambaLM, Options, initial_params
+from jaxkern.lm.step import make_model, precision_policy
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
 _LEAST = 256  # tokens that attention has room for; more are powers of two, each compiled anew
-
-
-class Bytes:
-    """The text of a model of bytes: UTF-8, after the separator of texts, which is never drawn."""
-
-    drawn = range(SEPARATOR + 1, 256)
-    ends: frozenset[int] = frozenset()
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; bytes that are no text came as lone surrogates."""
-        return [SEPARATOR, *prompt.encode("utf-8", "surrogateescape")]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without what separates texts."""
-        return bytes(token for token in tokens if token != SEPARATOR).decode("utf-8", "replace")
-
-    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
-        """A function (next tokens, whether they are the last) -> the text that they complete."""
-        del prompt
-        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
-        return lambda tokens, final: decode(bytes(tokens), final)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """The text of a model of `size` tokens with a ``tokenizers.Tokenizer``.
-
-    A text begins with the token `first`, and with nothing that the tokenizer would add, if it
-    `begins` so, else as the tokenizer has it; the tokens `ends` end it.
-    """
-
-    tokenizer: Any
-    size: int
-    first: int | None = None
-    ends: Collection[int] = ()
-    begins: bool = False
-
-    @property
-    def drawn(self) -> Collection[int]:
-        """All tokens that it has: a vocabulary that is rounded up has others besides."""
-        return self.tokenizer.get_vocab(with_added_tokens=True).values()
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt, of one that is empty the first of any text."""
-        text = prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-        with tokenizers.told("tokenizer.json has no tokens for a prompt"):
-            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self.begins).ids
-        if self.first is not None and (self.begins or not ids):
-            ids = [self.first, *ids]
-        if not ids:
-            raise RunError("this model's text begins with no token of its own; give a --prompt")
-        if max(ids) >= self.size:
-            raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {self.size}; give the "
-                "tokenizer that the model was trained with"
-            )
-        return ids
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that begin and end it."""
-        return self.tokenizer.decode(list(tokens))
-
-    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
-        """A function (next tokens, whether they are the last) -> the text that they complete."""
-        from tokenizers.decoders import DecodeStream
-
-        # A prompt that ends within a character would be written again with its rest.
-        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
-        stream, held = DecodeStream(known, skip_special_tokens=True), []
-
-        def decode(tokens: Sequence[int], final: bool) -> str:
-            nonlocal stream
-            text = ""
-            for token in tokens:
-                held.append(token)
-                try:
-                    piece = stream.step(self.tokenizer, token)
-                except Exception:  # bytes that are no UTF-8 can change the text before them
-                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
-                if piece is not None:
-                    text += piece
-                    held.clear()
-            if final and held:
-                text += self.decode(held)
-                held.clear()
-            return text
-
-        return decode
-
-
-def codec_of(tokenizer: Any) -> Bytes | Tokens:
-    """The text of a model that was trained with a tokenizer of `jaxkern.lm.data.tokenizer`."""
-    if isinstance(tokenizer, tokenizers.Bytes):
-        return Bytes()
-    named = {"first": tokenizer.begin, "ends": frozenset([tokenizer.end]), "begins": True}
-    return Tokens(tokenizer.tokenizer, tokenizer.size, **named)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +57,7 @@ class LanguageModel:
     config: ModelConfig
     params: Any = dataclasses.field(repr=False)
     step: int | None = None
-    codec: Bytes | Tokens | None = dataclasses.field(default=Bytes(), repr=False)
+    codec: Bytes | Tokenizer | None = dataclasses.field(default=Bytes(), repr=False)
 
     def module(self, options: Options | None = None) -> MambaLM:
         """The flax.nnx module with these parameters, to be trained further or changed.
@@ -252,7 +143,13 @@ class LanguageModel:
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the one that begins it."""
-        return self._known_codec().encode(text)
+        ids, size = self._known_codec().encode(text), self.config.vocab_size
+        if max(ids) >= size:
+            raise RunError(
+                f"tokenizer.json has token {max(ids)}, and the model has {size}; give the "
+                "tokenizer that the model was trained with"
+            )
+        return ids
 
     def decode(self, tokens: Sequence[int] | jax.Array) -> str:
         """The text of tokens, (L,) integers, without those that begin and end it."""
@@ -285,8 +182,8 @@ class LanguageModel:
         of_text = [isinstance(prompt, str) for prompt in prompts]
         if stop and not all(of_text):
             raise TypeError("stop ends texts, and a prompt is of tokens")
-        codec: Any = self._known_codec() if any(of_text) else self.codec
-        ids = [codec.encode(each) if t else each for each, t in zip(prompts, of_text, strict=True)]
+        codec: Any = self.codec
+        ids = [self.encode(each) if t else each for each, t in zip(prompts, of_text, strict=True)]
         readers: list[Callable[[list[int], bool], tuple[Any, bool]]] = [
             _reader(codec.decoder(tokens), stop) if t else lambda tokens, final: (tokens, final)
             for tokens, t in zip(ids, of_text, strict=True)
@@ -393,7 +290,7 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
     """Load a trained language model; see :func:`jaxkern.lm.load`."""
     folder = Path(folder)
     if not folder.exists():
-        raise RunError(f"there is no folder {folder}; {how_to_get(folder)}")
+        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if is_hf(folder):
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
@@ -417,32 +314,19 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
             f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
             "jaxkern sample --hf, or jaxkern.lm.load"
         )
-    stored = checkpoint.read_config(run)
-    try:
-        config = ModelConfig.from_stored(stored["model"])
-        policy = Policy.parse(stored["precision"])
-    except (KeyError, TypeError, ValueError) as error:
-        version = (stored.get("versions") or {}).get("jaxkern", "another version")
-        raise RunError(
-            f"{run} was written by jaxkern {version}, and this one cannot read it ({error}); "
-            "install that one, or train again"
-        ) from None
-    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config)))
+    config, info = checkpoint.read(run)
+    policy = precision_policy(config)
+    like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
     notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
-    spec, info = stored["flags"].get("tokenizer", "bytes"), stored["data"]
-    if spec != "bytes" and not (run / tokenizers.FILE).is_file():
-        copy = run / "corpus" / str(info.get("folder")) / tokenizers.FILE  # of the tokens' own
-        whence = "from a backup, its --data-cache, or a folder that jaxkern export wrote"
-        if copy.is_file():
-            whence = f"with: cp {shlex.quote(str(copy))} {shlex.quote(str(run))}"
+    if config.tokenizer != "bytes" and not (run / tokenizers.FILE).is_file():
         raise RunError(
-            f"{run} has lost its tokenizer.json, by which its model reads and writes text; put it "
-            f"back {whence}"
+            f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
+            "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
         )
-    codec = codec_of(data.open_tokenizer(spec, run, info))
-    return LanguageModel(config, found.state["params"], found.step, codec), notes
+    codec = data.open_tokenizer(config.tokenizer, run, info)
+    return LanguageModel(config.model, found.state["params"], found.step, codec), notes
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
@@ -453,11 +337,8 @@ def load_hf(folder: Path | str) -> LanguageModel:
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)
-    tokenizer = hf.load_tokenizer(Path(folder))
-    codec = Bytes() if config.vocab_size == 256 else None
-    if tokenizer is not None:
-        begin, ends = tokenizers.generation(Path(folder))
-        codec = Tokens(tokenizer, config.vocab_size, first=begin, ends=frozenset(ends))
+    of_bytes = Bytes() if config.vocab_size == 256 else None
+    codec = hf.load_tokenizer(Path(folder)) or of_bytes
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
@@ -481,28 +362,14 @@ def generate_tokens(
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    given = {"length": length, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    for name, value in (given | {"seed": seed}).items():
-        kind, fits, rule = _RULES[name]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            told = "a number" if kind is numbers.Real else "a whole number"
-            raise TypeError(f"{name} must be {told}, got {value!r}")
-        if not fits(value):
-            raise ValueError(f"{name} must be {rule}, got {value}")
-    greedy = float(temperature) < np.finfo(np.float32).tiny or top_k == 1
+    length, seed = checked("length", Whole, length), checked("seed", Whole, seed)
+    temperature = checked("temperature", Temperature, temperature)
+    top_k, top_p = checked("top_k", Whole, top_k), checked("top_p", Probability, top_p)
+    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
     drawn = None if among is None else np.isin(np.arange(size), list(among))
     options = {"temperature": temperature, "top_p": top_p, "drawn": drawn}
-    options |= {"top_k": int(min(top_k, size)), "greedy": greedy, "nucleus": bool(top_p < 1)}
+    options |= {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
     return _generate(graphdef, params, ids, length, seed, options)
-
-
-_RULES: dict[str, Any] = {
-    "length": (numbers.Integral, lambda v: v >= 0, "at least 0"),
-    "temperature": (numbers.Real, lambda v: 0 <= v < math.inf, "at least 0 and finite"),
-    "top_k": (numbers.Integral, lambda v: v >= 0, "at least 0"),
-    "top_p": (numbers.Real, lambda v: 0 < v <= 1, "above 0 and at most 1, which draws from all"),
-    "seed": (numbers.Integral, lambda v: 0 <= v < 2**31, f"from 0 to {2**31 - 1}"),
-}
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 import jaxkern
-from jaxkern.lm.config import ModelConfig, TrainConfig
+from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
 from jaxkern.lm.parallel import TOKENS, Split
@@ -52,6 +52,14 @@ def compiler_options(platform: str) -> dict[str, Any] | None:
     if platform != "gpu":
         return None
     return {"xla_gpu_deterministic_ops": True, "xla_gpu_enable_triton_gemm": False}
+
+
+def precision_policy(config: TrainConfig) -> Policy:
+    """The dtypes of a run."""
+    try:
+        return Policy.parse(config.mixed_precision)
+    except ValueError as error:
+        raise RunError(f"--mixed-precision {config.mixed_precision}: {error}") from None
 
 
 def make_model(model: ModelConfig, options: Options) -> nnx.GraphDef:
@@ -195,27 +203,23 @@ def _labels(targets: jax.Array, segment_ids: Any, mask: Any) -> jax.Array:
 
 
 def batch_loss(
-    graphdef: nnx.GraphDef, params: Params, batch: Any, weight: Any, dropout_key: Any = None
+    graphdef: nnx.GraphDef, params: Params, batch: Packed, weight: Any, dropout_key: Any = None
 ) -> jax.Array:
-    """`loss_fn` of windows (B, L + 1), or of a `Packed`, times its weight if it has one."""
-    windows, segment_ids = batch if isinstance(batch, Packed) else (batch, None)
-    loss = loss_fn(graphdef, params, windows, segment_ids=segment_ids, dropout_key=dropout_key)
+    """`loss_fn` of windows (B, L + 1), times their weight if they have one."""
+    tokens, segment_ids = batch
+    loss = loss_fn(graphdef, params, tokens, segment_ids=segment_ids, dropout_key=dropout_key)
     return loss if weight is None else loss * weight
 
 
-def token_weights(batch: Any, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
-    """Weights of parts (..., B, L + 1) of a batch, by which all of its tokens count alike.
+def token_weights(batch: Packed, mean_of_batch: Callable[[Any], Any]) -> jax.Array | None:
+    """Weights of parts (..., B, L + 1) of a device's batch, by which all of its tokens count alike.
 
     The mean of the parts' losses by these weights (...) is then the mean over all tokens that are
-    predicted, of every device. ``None`` without segments: each part has as many tokens.
-
-    Args:
-      batch: of this device.
-      mean_of_batch: the mean over the devices between which its tokens are split.
+    predicted, of every device; `mean_of_batch` is that over devices. ``None`` without segments:
+    each part has as many tokens.
     """
-    if not isinstance(batch, Packed) or batch.segment_ids is None:
+    if (segments := batch.segment_ids) is None:
         return None
-    segments = batch.segment_ids
     same = segments[..., 1:] == segments[..., :-1]
     counts = jnp.sum(same, axis=(-2, -1), dtype=jnp.float32)
     return counts / jnp.maximum(mean_of_batch(counts.mean()), jnp.finfo(jnp.float32).tiny)
@@ -249,7 +253,7 @@ def make_train_step(
 ) -> Callable[[TrainState, Any, Schedule], tuple[TrainState, dict[str, jax.Array]]]:
     """Makes (state, windows (K, B/K, L + 1), schedule) -> (state, metrics), K = grad_accum.
 
-    Windows of packed documents come as a `Packed`; every token of theirs counts alike.
+    Windows are a `Packed`; every token of packed documents counts alike.
     With a `split` it is the program of one device inside ``shard_map``: state and windows are its
     parts of them (:meth:`Split.windows`), losses and gradients are means over the whole batch.
     `graphdef` is then of a model that gathers matrices itself if :func:`gathers_in_layers` says so.
@@ -257,7 +261,7 @@ def make_train_step(
     mode: Any = config.implementation
     split = Split(config.model) if split is None else split
     each_layer = gathers_in_layers(config, split)
-    compute = Policy.parse(config.mixed_precision).compute
+    compute = precision_policy(config).compute
 
     def train_step(state: TrainState, windows: Any, schedule: Schedule):
         scale = state.loss_scale

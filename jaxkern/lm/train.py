@@ -2,11 +2,11 @@
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import operator
 import shlex
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkern.lm import checkpoint, data, processes, sample, stop, trackers
-from jaxkern.lm.config import PRESETS, RunError, TrainConfig, axes_of, settings
+from jaxkern.lm import checkpoint, data, processes, sample, stop
+from jaxkern.lm.config import PRESETS, FlagError, RunError, TrainConfig, axes_of, settings
 from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
 from jaxkern.lm.model import count_params
 from jaxkern.lm.processes import Alone
@@ -28,19 +28,20 @@ from jaxkern.lm.program import (
     abstract_state,
     compile_programs,
     keep_programs,
-    precision_policy,
 )
 from jaxkern.lm.report import (
     BITS,
+    PACKAGES,
     PERPLEXITY,
     MetricsLog,
+    Profile,
     Progress,
     Speed,
     plot_losses,
     read_metrics,
     validation_told,
 )
-from jaxkern.lm.step import TrainState, init_state, schedule_of
+from jaxkern.lm.step import TrainState, init_state, precision_policy, schedule_of
 from jaxkern.lm.stop import say
 from jaxkern.precision import DynamicLossScale
 
@@ -77,15 +78,7 @@ class _Begun(NamedTuple):
 
 
 def train(flags: dict[str, Any]) -> None:
-    """Run ``jaxkern train``: train, and show what was learned.
-
-    Args:
-        flags: the command line's that were given, by name.
-
-    Raises:
-        RunError: whatever the user can put right.
-        Stopped: a signal came; its message names the folder and the step that is saved.
-    """
+    """Run ``jaxkern train`` by the flags that were given: train, and show what was learned."""
     profile, out, file = (flags.pop(name, None) for name in ("profile", "out", "config"))
     if flags.pop("resume", False):
         if out is None or file is not None:
@@ -150,7 +143,7 @@ class Trainer:
         begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
         name = Path(config.init_hf or config.preset).resolve().name
         self.out = Path(out or f"runs/{name}-{begun}")
-        self._stored: dict[str, Any] | None = None
+        self._stored: dict[str, Any] | None = None  # of the corpus of a run that goes on
         self._set(config)
 
     @classmethod
@@ -172,9 +165,8 @@ class Trainer:
           RunError: it is no run, or a change is none that a run may have.
         """
         folder = Path(out)
-        stored = processes.current.share(lambda: checkpoint.read_config(folder))
-        config = changed(checkpoint.config_of(folder, stored), changes or {})
-        trainer = cls(config, folder, profile=profile)
+        config, stored = checkpoint.read(folder)
+        trainer = cls(changed(config, changes or {}), folder, profile=profile)
         trainer._stored = stored
         return trainer
 
@@ -200,7 +192,8 @@ class Trainer:
                 if fresh:
                     peers.share(lambda: checkpoint.check_fresh(self.out))
                 if peers.main:
-                    trackers.check(self.config.log_to)
+                    for name in self.config.log_to:  # what is missing is told now
+                        importlib.import_module(PACKAGES[name])
                 keep_programs()
                 created = not self.out.exists()
                 with held(self.out, peers):
@@ -217,19 +210,19 @@ class Trainer:
                 stopped.message = stopped.message or self._where_it_stands()
                 raise
 
-    # Before the steps
+    # Before the steps: all that may be refused, what costs little before the rest
 
     def _begin(self) -> _Begun:
-        """All that may be refused, what costs little before the rest."""
-        stored, done, state, params, profile = self._stored, 0, None, None, None
+        stored, done, state = self._stored, 0, None
+        begins = lambda: weights(self.config) if self.config.init_hf and not done else None
+        profile = params = None
         if stored is None:
-            profile = self._traced(0)
-            params = weights(self.config) if self.config.init_hf else None
+            profile, params = self._traced(done), begins()
             say("data     reading …")
             corpus = self._new_corpus()
             self._set(self.config.for_tokens(corpus.tokenizer.size))
         else:
-            corpus = data.reopen(self.config, self.out, stored["data"])
+            corpus = data.reopen(self.config, self.out, stored)
         say(f"data     {corpus.describe()}")
         batches = corpus.batches(self.config)
         if stored is not None and checkpoint.steps(self.out):
@@ -240,8 +233,7 @@ class Trainer:
             say(f"already trained for {done} steps; give a greater --steps to go on")
             return _Begun(state, done, corpus, batches)
         if stored is not None:
-            profile = self._traced(done)
-            params = weights(self.config) if self.config.init_hf and not done else None
+            profile, params = self._traced(done), begins()
         programs = self._compile(fresh=not done and params is None)
         if state is None:
             with stop.deferred():
@@ -253,35 +245,21 @@ class Trainer:
             lost = not (self.out / "tokenizer.json").is_file()
             if self.config.tokenizer != "bytes" and lost:
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
-            checkpoint.write_config(self.out, self.config, corpus.info)
+            checkpoint.write(self.out, self.config, corpus.info)
         return _Begun(state, done, corpus, batches, programs, profile)
 
-    def _traced(self, done: int) -> trackers.Profile:
+    def _traced(self, done: int) -> Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
-        return trackers.Profile(folder, self._profile, done=done, end=self.config.steps)
+        return Profile(folder, self._profile, done=done, end=self.config.steps)
 
     def _new_corpus(self) -> data.Corpus:
-        """The data of a new run, which process 0 makes and the others open.
-
-        What documents could not be tokenised for or written to is refused before any is read.
-        """
+        """The data, which process 0 makes and the others open."""
         config, out, peers = self.config, self.out, self.peers
         if not peers.main:
             return data.reopen(config, out, peers.share(dict))
-        if config.vocab_size is not None:
+        if config.vocab_size is not None:  # one that is too small is refused before any is read
             config.for_tokens(data.size_of(config.tokenizer))
-        folder = Path(config.data_cache or out / "corpus")
-        if config.data_cache is not None:
-            try:
-                there = next(path for path in (folder, *folder.parents) if path.exists())
-                tempfile.TemporaryFile(dir=there).close()
-            except OSError as error:
-                raise RunError(
-                    f"--data-cache {folder} cannot be written to ({error.strerror}); name another "
-                    "folder, or leave it out"
-                ) from None
-        with checkpoint.written(folder):
-            corpus = data.build(config, out)
+        corpus = data.build(config, out)
         peers.share(lambda: corpus.info)
         return corpus
 
@@ -325,7 +303,6 @@ class Trainer:
     # The steps
 
     def _train(self, begun: _Begun) -> Trained:
-        """Train from the step at hand to the last, and leave the results in the run's folder."""
         config, main, done = self.config, self.peers.main, begun.done
         path = self.out / "metrics.jsonl"
         if begun.programs is None:
@@ -338,8 +315,7 @@ class Trainer:
             opened = MetricsLog(path if main else None, resume_at=done)
             with contextlib.closing(opened) as log:
                 if main:
-                    stored, seen = checkpoint.read_config(self.out), log.records
-                    log.follow(trackers.opened(config.log_to, self.out, stored, seen))
+                    log.follow(config.log_to, self.out, dataclasses.asdict(config))
                 state, speed = self._loop(begun, begun.programs, log)
             self.peers.trained()
             if main:
@@ -358,14 +334,9 @@ class Trainer:
         say(f"device   {len(self.devices)} × {kinds}, {config.mixed_precision}")
         if split.axes:
             say(f"mesh     {','.join(f'{axis}={split.sizes[axis]}' for axis in split.axes)}")
-        elif config.parallel:
-            say(f"mesh     none: one device has what --parallel {config.parallel} would share")
 
     def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
-        """Returns the final state and the tokens per second of the steps alone.
-
-        A request to stop ends it after a step, which is saved.
-        """
+        """Returns the final state, and the tokens per second of the steps alone."""
         config, per_byte = self.config, begun.corpus.tokens_per_byte
         state, done, corpus, batches, _, profile = begun
         evaluate = self._evaluation(corpus, programs)
@@ -456,7 +427,6 @@ class Trainer:
         return evaluate
 
     def _saver(self, programs: Programs) -> checkpoint.Saver:
-        """The writer of the checkpoints, beside the steps."""
         like = abstract_state(self.config, self.placement, stored=True)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
         room = self.peers.share(lambda: has_room(programs.step, self.device, size))
@@ -471,7 +441,7 @@ class Trainer:
         return data.put(parts, self.placement.second_split)
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
-        """Wait for the pending steps and turn their metrics into records."""
+        """Wait for the pending steps, and make records of their metrics."""
         fetched = jax.device_get([metrics for _, metrics in pending])
         tokens_per_second = speed.stop(len(pending))
         records = []
@@ -502,7 +472,7 @@ class Trainer:
         plot_losses(records, self.out / "loss.png", title=f"{name} on {what}")
 
     def show(self, trained: Trained) -> None:
-        """Print how good the model is, and a sample of what it writes."""
+        """Print how good the model is, and a sample of its text."""
         config, out = self.config, self.out
         say(f"\n{validation_told(trained.records[-1])} after {config.steps} steps")
         speed = f"{trained.tokens_per_second:,.0f} tokens/s"
@@ -530,7 +500,6 @@ class Trainer:
         return f"training had not begun, and nothing is kept in {out}"
 
     def _how_to_continue(self) -> str:
-        """Says how the processes of a run go on with it."""
         flags = f"--resume --out {shlex.quote(str(self.out))}"
         if self.peers.count == 1:
             return f"continue with: jaxkern train {flags}"
@@ -562,16 +531,10 @@ def _devices(config: TrainConfig, peers: Alone) -> list[Any]:
     return available[:count]
 
 
-# What a run begins with
-
-
 def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that begins with a checkpoint of Hugging Face, and its model's shape.
 
     What is not given has the default of the preset whose model is most like the checkpoint's.
-
-    Raises:
-      RunError: the folder holds no such checkpoint, or does not say what its tokens are.
     """
     from jaxkern.lm import hf
 
@@ -581,20 +544,9 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     if "tokenizer" not in flags and not has_tokenizer and size > 256:
         raise RunError(
             f"--init-hf {folder} holds no tokenizer.json, which says what its {size} tokens are; "
-            "put it there, or add --tokenizer with its path, or --tokenizer bytes to train on "
-            "bytes all the same"
+            "add --tokenizer with its path, or --tokenizer bytes"
         )
     given = {"tokenizer": str(folder) if has_tokenizer else "bytes"} | flags
-    if given.get("vocab_size") not in (None, size):
-        raise RunError(
-            f"--vocab-size {given['vocab_size']} is not that of --init-hf {folder}, {size}; leave "
-            "it out"
-        )
-    if given["tokenizer"] == "bytes" and size < 256:
-        raise RunError(
-            f"--init-hf {folder} has a vocabulary of {size} tokens, and bytes are 256; name a "
-            "checkpoint of at least as many"
-        )
 
     def unlike(name: str) -> tuple[float, ...]:
         model = PRESETS[name].model
@@ -602,26 +554,25 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
         return model.block is not shape.block, width, abs(model.n_layers - shape.n_layers)
 
     shape = dataclasses.replace(shape, dropout=given.pop("model.dropout", 0.0))
-    if own := [name for name in given if name.startswith("model.")]:
-        raise RunError(f"--{own[0]} is what the checkpoint of --init-hf {folder} has; leave it out")
+    if given.get("vocab_size") in (None, size):
+        given.pop("vocab_size", None)
+    if own := [name for name in given if name.startswith("model.") or name == "vocab_size"]:
+        raise FlagError(own[0], f"is what the checkpoint of --init-hf {folder} has; leave it out")
     return {"preset": min(PRESETS, key=unlike)} | given | {"model": shape}
 
 
 def weights(config: TrainConfig) -> Any:
-    """The parameters of the checkpoint that a run begins with.
-
-    Raises:
-      RunError: it cannot be read, or is not the one that the run was begun with.
-    """
+    """The parameters of the checkpoint that a run begins with, if it is that still."""
     from jaxkern.lm import hf
 
     shape, params = hf.load(config.init_hf)
     shape = dataclasses.replace(shape, dropout=config.model.dropout)
-    if differing := checkpoint.differences(shape.stored(), config.model.stored()):
-        raise RunError(
-            f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
-            f"{differing}; put it back, or start a new run"
-        )
+    for name, own in dataclasses.asdict(config.model).items():
+        if (found := getattr(shape, name)) != own:
+            raise RunError(
+                f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
+                f"{name} is {found}, not {own}; put it back, or start a new run"
+            )
     return params
 
 
@@ -633,15 +584,7 @@ CHANGEABLE = (
 
 
 def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
-    """The configuration of a resumed run.
-
-    Args:
-        config: that of its folder.
-        changes: flags that are given with --resume, by their names in the configuration.
-
-    Raises:
-        RunError: a flag differs that must not.
-    """
+    """The configuration of a resumed run; RunError where one of the changes is none it may have."""
     changes = settings(changes)
     if changes.keys() & {"parallel", "mesh"}:  # one of them says how devices are used anew
         changes = {"parallel": None, "mesh": "", "devices": "auto"} | changes
@@ -652,14 +595,9 @@ def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
         grown = name == "steps" and new > old
         if new != old and name not in CHANGEABLE and not grown:
             rule = "can only grow" if name == "steps" else "cannot change"
-            raise RunError(
-                f"--{name.replace('_', '-')} {show(new)} differs from the run's {show(old)} and "
-                f"{rule} on --resume; leave it out, or start a new run with another --out"
-            )
+            what = f"{show(new)} differs from the run's {show(old)} and {rule} on --resume"
+            raise FlagError(name, f"{what}; leave it out, or start a new run with another --out")
     return after
-
-
-# Its folder
 
 
 _SEEING = 20.0  # seconds in which a shared file system shows what another host has written
@@ -667,18 +605,14 @@ _SEEING = 20.0  # seconds in which a shared file system shows what another host 
 
 @contextlib.contextmanager
 def held(out: Path, peers: Alone) -> Iterator[None]:
-    """Inside, the folder is that of these processes alone, and all of them see it.
-
-    Raises:
-      RunError: another run holds it, or this process does not see the folder of process 0.
-    """
+    """Inside, the folder is that of these processes alone, and all of them see it."""
     if peers.main:
         with checkpoint.only_process(out) as token:
             peers.share(lambda: token)
             yield
         return
-    token, began = peers.share(lambda: ""), time.monotonic()
-    while checkpoint.text_of(out / checkpoint.LOCK) != token:
+    token, began, path = peers.share(lambda: ""), time.monotonic(), out / checkpoint.LOCK
+    while not (path.exists() and path.read_text(errors="replace") == token):
         if time.monotonic() - began > _SEEING:
             raise RunError(
                 f"--out {out} is not the folder that process 0 has; name one on a file system "
@@ -689,10 +623,7 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
 
 
 def _leave_as_it_was(out: Path, created: bool) -> None:
-    """Empty the folder of a run that could not begin, to be named again.
-
-    But for tokens, which the run that names it again need not make again.
-    """
+    """Empty the folder of a run that could not begin but for its tokens, to be named again."""
     if not data.has_tokens(out):
         shutil.rmtree(out / "corpus", ignore_errors=True)
     for name in checkpoint.BEFORE:

@@ -1,8 +1,8 @@
 """Files that a stranger may have written: read within bounds, or refused in one line.
 
 The files of a checkpoint or of a tokenizer come from anywhere. They lie in their folder, links
-followed, and are read no further than a bound; JSON has no key with two values, no deeper nest than
-any library writes, and no half of a character.
+followed, and are read no further than a bound; JSON has no key with two values and no half of a
+character.
 """
 
 import json
@@ -16,16 +16,11 @@ LARGE = 2**29
 """Bytes that a tokenizer's vocabulary may have."""
 
 _SMALL = 2**24  # of settings and of an index
-_DEPTH, _DIGITS = 64, 20
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond the first 65,536, or alone
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """The path of a file of a folder; ``None`` if it has none of this name.
-
-    Raises:
-      RunError: it lies elsewhere, or is no file.
-    """
+    """The path of a file of a folder; ``None`` if it has none of this name."""
     try:
         root, path = folder.resolve(), folder / name
         roots = [root]
@@ -46,11 +41,7 @@ def file_in(folder: Path, name: str) -> Path | None:
 
 
 def read_text(path: Path, limit: int = _SMALL) -> str:
-    """The text of a file, UTF-8 with or without a mark of byte order.
-
-    Raises:
-      RunError: it cannot be read, is something else, or has more bytes than `limit`.
-    """
+    """The text of a file, UTF-8 with or without a mark of byte order."""
     try:
         with open(path, "rb") as file:
             content = file.read(limit + 1)
@@ -67,11 +58,7 @@ def read_text(path: Path, limit: int = _SMALL) -> str:
 
 
 def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
-    """The JSON object in a file of a folder; ``None`` if it has none of this name.
-
-    Raises:
-      RunError: the file cannot be read, or is no `what`.
-    """
+    """The JSON object in a file of a folder; ``None`` if it has none of this name."""
     path = file_in(folder, name)
     return None if path is None else parse(read_text(path), path, what)
 
@@ -79,10 +66,9 @@ def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
 def parse(text: str, path: Path, what: str) -> dict[str, Any]:
     """The JSON object that a text of `path` is; raises RunError if it is no `what`."""
     try:
-        content = json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        content = json.loads(text, object_pairs_hook=_object)
         if not isinstance(content, dict):
             raise ValueError("it is no JSON object")
-        _check_depth(content)
         if _HALF.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
@@ -99,19 +85,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             if content[key] != value:
                 raise ValueError(f"it has {key!r} twice, with two values")
     return content
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > _DIGITS:
-        raise ValueError(f"it has a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(_DEPTH):
-        values = (each.values() if isinstance(each, dict) else each for each in level)
-        level = [value for each in values for value in each if isinstance(value, (dict, list))]
-        if not level:
-            return
-    raise RecursionError

@@ -27,11 +27,8 @@ _PRODUCT_UP_TO = 1024
 def embed(table: jax.Array, tokens: jax.Array, size: int, axis_name: str | None) -> jax.Array:
     """Reads rows of a table for tokens (...): (..., D), NaN for one outside the vocabulary.
 
-    Args:
-      table: (size, D) fp32, or the device's rows of it.
-      tokens: (...), any integer dtype.
-      size: the tokens that there are.
-      axis_name: the mesh axis over which they are split; ``None`` for none.
+    The table (size, D) is fp32; with a mesh axis, over which it is split, it is the device's rows.
+    Tokens are of any integer dtype.
     """
     read, given = product_with, tokens
     if size > _PRODUCT_UP_TO:
@@ -104,12 +101,8 @@ def linear_cross_entropy(
 ) -> Any:
     """:func:`jaxkern.linear_cross_entropy`, the mean, where each device has some of the classes.
 
-    Args:
-      x: (..., K), the same on every device.
-      weight: (K, V/n), the device's classes; all of them if `axis_name` is ``None``.
-      labels: (...), integers, of all V classes; a negative `ignore_index` for rows without a loss.
-      axis_name: the mesh axis over which V is split.
-      ignore_index: as for the op, and so are `options`.
+    Every device has all of x (..., K), its own columns of the weight (K, V/n), and the labels (...)
+    of all V classes, with a negative `ignore_index`. With no `axis_name` the weight is whole.
     """
     options["ignore_index"] = ignore_index
     if axis_name is None:

@@ -1,7 +1,12 @@
 """The tokens of documents on disk, and the batches of windows that grain draws from them.
 
 Documents are tokenised once, into a folder below --data-cache or the run's own whose name is a
-digest of the files and the tokenizer.
+digest of the files and the tokenizer. A process that was stopped or killed leaves there what the
+next one goes on from. Source i has in it, beside written.json, which says how far all are written:
+
+    i.train.tokens        the documents to train on, one after another
+    i.train.starts        where each of them begins, int64
+    i.validation.…        the same of those that are held out, by a hash of how they begin
 
 Window j of a source has its tokens j·L to j·L + L: the last token of a window is the first of the
 next, so that each is predicted once in an epoch. In packed windows a segment ends where a document
@@ -12,29 +17,65 @@ Batch n is a function of the tokens, the seed and n: grain shuffles the windows 
 and the state of its iterator is the number of the next batch.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxkern.lm.config import RunError, TrainConfig
 from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.sources import File, Source, counted, describe_skipped, find
+from jaxkern.lm.data.sources import File, NotTextError, Source, counted, describe_skipped, find
 from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
-from jaxkern.lm.data.write import PARTS, WRITTEN, named, tokenise, write_atomically
 from jaxkern.lm.stop import say
 
 VALIDATION_FRACTION = 0.05
+_PARTS = ("train", "validation")
+_WRITTEN = "written.json"
 _FORMAT = 3  # of what a key names: raised where the same files give other tokens
 _SAMPLE = 1 << 27  # characters that a BPE is trained on
+_MOST_HELD_OUT = 0.25  # of the tokens, by whole documents
+_AT_ONCE = 1 << 22  # characters that are tokenised at once
+_HEAD = 1 << 16  # characters by which a document is held out or not
+_SAVE = 5.0  # seconds of work that a kill may cost
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a small file so that after a crash it is the old one or the new one, whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def locked(path: Path, when_held: Callable[[], None]) -> Iterator[IO[str]]:
+    """Hold the lock of a file, which is emptied; where another process has it, say so and wait.
+
+    The lock belongs to the process, so a killed one leaves none behind.
+    """
+    with open(path, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            when_held()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks
+            pass
+        yield file
 
 
 class Packed(NamedTuple):
@@ -112,7 +153,7 @@ class Corpus:
     def describe(self) -> str:
         """Say in a line what it holds."""
         sources = self.info["sources"]
-        documents = sum(source[part]["documents"] for source in sources for part in PARTS)
+        documents = sum(source[part]["documents"] for source in sources for part in _PARTS)
         train, held_out = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
         text = f"{counted(documents, 'document')}: {train:,} tokens to train on, {held_out:,} held "
         text += f"out; {1 / self.tokens_per_byte:.2f} bytes per token"
@@ -192,13 +233,10 @@ def put(tree: Any, sharding: Any) -> Any:
 
 
 def build(config: TrainConfig, out: Path) -> Corpus:
-    """Tokenise the documents of a run, but for what is there already.
-
-    Raises:
-      RunError: a path is missing, a file cannot be read, or there is too little text.
-    """
-    found = _found(config)
-    shared = _folder(config, out)
+    """Tokenise the documents of a run, but for what is there already."""
+    found, shared = _found(config), _folder(config, out)
+    shared.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=shared).close()  # what cannot be written to is told now
     tokenizer = _tokenizer(config.tokenizer, found, shared)
     identities = [[each.held_out, _identity(each.files)] for each in found]
     key = _digest([tokenizer.stored(), tokenizer.begin, tokenizer.end, identities])
@@ -208,7 +246,7 @@ def build(config: TrainConfig, out: Path) -> Corpus:
             shutil.rmtree(other)
     folder.mkdir(parents=True, exist_ok=True)
     sources = []
-    for each, counts in zip(found, tokenise(folder, found, tokenizer), strict=True):
+    for each, counts in zip(found, _tokenise(folder, found, tokenizer), strict=True):
         of = {"name": _name(each, found), "weight": each.weight}
         of |= {"skipped": len(each.skipped), "example": next(iter(each.skipped), "")}
         sources.append(of | counts)
@@ -220,19 +258,10 @@ def build(config: TrainConfig, out: Path) -> Corpus:
 
 
 def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
-    """Open the tokens of a run that is resumed, or that another process has made.
-
-    Args:
-      config: of the run.
-      out: its folder.
-      info: of the corpus that the run began with.
-
-    Raises:
-      RunError: they are not there.
-    """
+    """Open the tokens of a run that is resumed, or that another process made, by their `info`."""
     folder = _folder(config, out) / str(info.get("folder"))
     try:
-        (folder / WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
+        (folder / _WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
         return _opened(config, folder, info, open_tokenizer(config.tokenizer, folder, info))
     except (KeyError, TypeError, ValueError, OSError):
         raise RunError(
@@ -305,7 +334,6 @@ def _tokenizer(spec: str, found: Sequence[Source], shared: Path) -> Bytes | Toke
     if not path.exists():
         say(f"training a byte-level BPE of {kind:,} tokens …")
         trained = tokenizers.train_bpe(_sample(files), kind, show=sys.stderr.isatty())
-        shared.mkdir(parents=True, exist_ok=True)
         write_atomically(path, trained.stored())
     return tokenizers.load(path)
 
@@ -315,7 +343,7 @@ def _sample(files: Sequence[File]) -> Iterator[str]:
     left = _SAMPLE
     for i, file in enumerate(sorted(files, key=lambda file: file.path.stat().st_size)):
         share = left // (len(files) - i)  # what small files leave is for the larger ones
-        with named(file):
+        with _named(file):
             for text, *_ in file.parts():
                 yield text[:share]
                 size = min(len(text), share)
@@ -345,11 +373,11 @@ def _opened(
                 mapped(f"{i}.{part}.tokens", source[part]["tokens"], dtype_of(tokenizer.size)),
                 mapped(f"{i}.{part}.starts", source[part]["documents"], np.int64),
             )
-            for part in PARTS
+            for part in _PARTS
         ]
         if (size := sum(len(tokens) for tokens, _ in parts)) < 4:
             raise RunError(f"the source {source['name']} has {size} tokens; give more text")
-        counts = [source[part] for part in PARTS]
+        counts = [source[part] for part in _PARTS]
         if source["split"] == "by position":
             (tokens, starts), cut = parts[0], size - max(2, int(size * VALIDATION_FRACTION))
             k = int(np.searchsorted(starts, cut))
@@ -392,3 +420,158 @@ def _check_length(config: TrainConfig, corpus: Corpus) -> None:
             f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
             f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
         )
+
+
+# How they are written; all cores tokenise, by the threads of `tokenizers`
+
+
+def _tokenise(
+    folder: Path, found: Sequence[Source], tokenizer: Bytes | Tokenizer
+) -> list[dict[str, Any]]:
+    """Write the tokens of all sources; a second process waits until the first has.
+
+    Returns:
+      Of each source how its documents are "split", "by document", "by position" or "by source", and
+      of each part how many "tokens", "documents" and "bytes" of text it holds.
+    """
+    from tqdm import tqdm
+
+    path = folder / _WRITTEN
+    waiting = f"waiting for another process that tokenises the same data into {folder} …"
+    with locked(folder / ".lock", lambda: say(waiting)):
+        if isinstance(tokenizer, Tokenizer):
+            write_atomically(folder / tokenizers.FILE, tokenizer.stored())
+        none = lambda: {part: {"tokens": 0, "documents": 0, "bytes": 0} for part in _PARTS}
+        written = [{"split": "", "done": [0, 0]} | none() for _ in found]
+        if path.exists():
+            written = json.loads(path.read_text())
+        left = [i for i, of in enumerate(written) if not of["split"]]
+        total = sum(file.path.stat().st_size for i in left for file in found[i].files)
+        save = lambda: write_atomically(path, json.dumps(written) + "\n")
+        form = "tokenise {percentage:3.0f}% {bar} {n_fmt}B/{total_fmt}B · {remaining} left"
+        every = 0.5 if sys.stderr.isatty() else 30
+        options = {"unit_scale": True, "leave": False, "delay": 1, "mininterval": every}
+        with tqdm(total=total, bar_format=form, dynamic_ncols=True, **options) as bar:
+            for i in left:
+                _write_source(folder / str(i), found[i], tokenizer, written[i], save, bar)
+                written[i]["split"] = _split(folder / str(i), found[i].held_out, written[i])
+                save()
+    return written
+
+
+def _write_source(
+    path: Path,
+    source: Source,
+    tokenizer: Bytes | Tokenizer,
+    written: dict[str, Any],
+    save: Any,
+    bar: Any,
+) -> None:
+    """Append to the files of a source what is not `written` yet, and say so there."""
+    dtype = np.dtype(dtype_of(tokenizer.size))
+    with contextlib.ExitStack() as opened:
+        files = {}
+        for part, counts in ((part, written[part]) for part in _PARTS):
+            for kind, size in (
+                ("tokens", counts["tokens"] * dtype.itemsize),
+                ("starts", counts["documents"] * 8),
+            ):
+                file = opened.enter_context(open(f"{path}.{part}.{kind}", "ab"))
+                file.truncate(size)  # what is behind that a process has left that was killed
+                files[part, kind] = file
+
+        def sync() -> None:
+            for file in files.values():
+                file.flush()
+                os.fsync(file.fileno())
+
+        saved = time.monotonic()
+        texts = _texts(source, written["done"], bar, of_bytes=isinstance(tokenizer, Bytes))
+        while batch := [*_of_size(texts)]:
+            encoded = tokenizer.encode_batch([text for text, *_ in batch])
+            for (text, part, first, last, _), ids in zip(batch, encoded, strict=True):
+                counts = written[part]
+                if first:
+                    files[part, "starts"].write(np.int64(counts["tokens"]).tobytes())
+                    counts["documents"] += 1
+                edges = [tokenizer.begin] * first, [tokenizer.end] * last
+                whole = np.concatenate([edges[0], ids, edges[1]]).astype(dtype)
+                files[part, "tokens"].write(whole.tobytes())
+                counts["tokens"] += len(whole)
+                counts["bytes"] += len(text.encode())
+            written["done"] = batch[-1][-1]
+            if time.monotonic() - saved > _SAVE:
+                sync()
+                save()
+                saved = time.monotonic()
+        written["done"] = [len(source.files), 0]
+        sync()
+
+
+def _of_size(texts: Iterator[tuple]) -> Iterator[tuple]:
+    """The next texts, of `_AT_ONCE` characters."""
+    size = 0
+    while size < _AT_ONCE and (text := next(texts, None)):
+        size += len(text[0])
+        yield text
+
+
+def _texts(
+    source: Source, done: list[int], bar: Any, *, of_bytes: bool
+) -> Iterator[tuple[str, str, bool, bool, list[int]]]:
+    """Yields the documents of a source in parts, but for those up to the file and part `done`.
+
+    Each part comes as its text, where its document belongs, whether it begins and whether it ends
+    that, and the numbers of its file and of itself there.
+    """
+    for i, file in enumerate(source.files):
+        before, of = bar.n, ""
+        with _named(file):
+            for number, (text, last, read) in enumerate(file.parts() if i >= done[0] else (), 1):
+                if of_bytes and "\0" in text:
+                    raise NotTextError(
+                        f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends a "
+                        "document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a "
+                        "character like others)"
+                    )
+                first, of = not of, of or _PARTS[_fraction(text[:_HEAD]) < source.held_out]
+                if [i, number] > done:
+                    yield text, of, first, last, [i, number]
+                of = "" if last else of
+                bar.update(before + read - bar.n)
+        bar.update(before + file.path.stat().st_size - bar.n)
+
+
+@contextlib.contextmanager
+def _named(file: File) -> Iterator[None]:
+    """Inside, a file that cannot be read is a RunError."""
+    try:
+        yield
+    except NotTextError as error:
+        raise RunError(
+            f"{file.path}: {error}; mend it or leave it out, and run the same command again"
+        ) from None
+
+
+def _fraction(text: str) -> float:
+    """Hashes a text to a number from 0 to 1, which decides whether its document is held out."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _split(path: Path, held_out: float, written: dict[str, Any]) -> str:
+    """Tell how documents are split; where whole ones cannot be, all go to those to train on."""
+    if held_out in (0, 1):
+        return "by source"
+    train, held = (written[part] for part in _PARTS)
+    size = train["tokens"] + held["tokens"]
+    if train["tokens"] and 0 < held["tokens"] <= _MOST_HELD_OUT * size:
+        return "by document"
+    starts = np.fromfile(f"{path}.validation.starts", np.int64) + train["tokens"]
+    with open(f"{path}.train.starts", "ab") as file:
+        file.write(starts.tobytes())
+    with open(f"{path}.train.tokens", "ab") as to, open(f"{path}.validation.tokens", "rb") as file:
+        shutil.copyfileobj(file, to)
+    for name in train:
+        train[name], held[name] = train[name] + held[name], 0
+    return "by position"

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import glob
 import gzip
-import importlib
 import io
 import json
 import math
@@ -127,11 +126,7 @@ def _between_words(text: str) -> int:
 
 
 def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
-    """Read the arguments of a flag; the standard library is meant if there are none.
-
-    Raises:
-      RunError: a weight is no weight, or only some arguments have one.
-    """
+    """Read the arguments of a flag; the standard library is meant if there are none."""
     sources = []
     for text in texts or [""]:
         (path, given), weight, field = split_weight(text), None, "text"
@@ -156,11 +151,7 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
 def find(
     texts: Sequence[str], flag: str, *, held_out: float, left_out: Collection[Path] = ()
 ) -> list[Source]:
-    """Find the files that a flag names, but for those `left_out`.
-
-    Raises:
-      RunError: a path is missing or names no text, or only files that are left out.
-    """
+    """Find the files that a flag names, but for those `left_out`."""
     found = []
     for source in parse(texts, flag):
         files, skipped = _files(source, flag)
@@ -247,15 +238,6 @@ def _check(file: File) -> None:
         raise NotTextError("a binary file (it has zero bytes)")
 
 
-def need_package(module: str, what: str) -> Any:
-    """Import a package of the extra "data", or say what needs it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise RunError(f"{what} needs {package}; run: pip install {package}") from None
-
-
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[tuple[io.TextIOWrapper, Callable[[], int]]]:
     """Open a file of text, decompressed, beside how many bytes of it are read."""
@@ -264,7 +246,8 @@ def _open(path: Path) -> Iterator[tuple[io.TextIOWrapper, Callable[[], int]]]:
         if path.suffix.lower() == ".gz":
             stream = gzip.GzipFile(fileobj=raw)
         elif path.suffix.lower() == ".zst":
-            pa = need_package("pyarrow", f"{path} is compressed by zstd, and reading it")
+            import pyarrow as pa
+
             stream = io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 20)
         yield io.TextIOWrapper(stream, encoding="utf-8-sig", newline="\n"), raw.tell
 
@@ -321,8 +304,9 @@ def _json_text(line: str, field: str) -> str:
 
 def _table_texts(file: File) -> Iterator[Part]:
     """Yields the texts of Parquet, "" where a row has none."""
-    what = f"{file.path} is Parquet, and reading it"
-    pa, parquet = need_package("pyarrow", what), need_package("pyarrow.parquet", what)
+    import pyarrow as pa
+    from pyarrow import parquet
+
     try:
         table = parquet.ParquetFile(file.path)
     except pa.ArrowException as error:

@@ -4,11 +4,12 @@ Every document is a token that begins it, those of its text, and one that ends i
 the zero byte; of a tokenizer they are what its files name, or what the common ones are called.
 """
 
+import codecs
 import contextlib
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,8 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import MARKER, need_package
+from jaxkern.lm.data.sources import MARKER
 
-SEPARATOR = 0  # begins and ends a text of bytes
 FILE = "tokenizer.json"
 FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
 FILES += ("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -34,14 +34,30 @@ _WHAT = "configuration of a tokenizer"
 
 
 class Bytes:
-    """UTF-8 itself: 256 tokens, of which the zero byte begins and ends a text."""
+    """UTF-8 itself: 256 tokens, of which the zero byte begins and ends a text, and is not drawn."""
 
     size = 256
-    begin = end = pad = SEPARATOR
+    begin = end = pad = 0
+    drawn = range(1, 256)
+    ends = ()
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to go on from; bytes that are no text came as lone surrogates."""
+        return [0, *text.encode("utf-8", "surrogateescape")]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of texts, without those that begin and end them."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that begin and end it."""
+        return bytes(tokens).replace(b"\0", b"").decode("utf-8", "replace")
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        del prompt
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
+        return lambda tokens, final: decode(bytes(tokens), final)
 
     def stored(self) -> str:
         """Its identity among tokenizers."""
@@ -54,14 +70,21 @@ class Tokenizer:
 
     Attributes:
       tokenizer: a ``tokenizers.Tokenizer``.
-      begin, end: the tokens that begin and end a text.
+      begin: the token that begins a text; with a `template` one that is empty, or ``None``.
+      ends: the tokens that end a text.
       said: what the files beside its tokenizer.json say, as `settings` merges them.
+      template: whether a text to go on from begins as tokenizer.json has it.
     """
 
     tokenizer: Any
-    begin: int
-    end: int
+    begin: Any
+    ends: tuple[int, ...]
     said: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    template: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.ends[0]
 
     @property
     def pad(self) -> int:
@@ -72,9 +95,25 @@ class Tokenizer:
     @property
     def size(self) -> int:
         """One more than its largest token."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.drawn) + 1
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    @property
+    def drawn(self) -> Collection[int]:
+        """All tokens that it has: a vocabulary that is rounded up has others besides."""
+        return self.tokenizer.get_vocab(with_added_tokens=True).values()
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text to go on from."""
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        with told("tokenizer.json has no tokens for a prompt"):
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.template).ids
+        if self.begin is not None and not (self.template and ids):
+            ids = [self.begin, *ids]
+        if not ids:
+            raise RunError("this model's text begins with no token of its own; give a --prompt")
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The tokens of texts, without those that begin and end them.
 
         The marker ``<|endoftext|>`` is read as its characters: as a token it would end a document
@@ -88,17 +127,44 @@ class Tokenizer:
             np.concatenate([np.array(next(encoded).ids, np.uint32) for _ in each]) for each in parts
         ]
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without those that begin and end it."""
+        return self.tokenizer.decode(list(tokens))
+
+    def decoder(self, prompt: Sequence[int]) -> Callable[[Sequence[int], bool], str]:
+        """A function (next tokens, whether they are the last) -> the text that they complete."""
+        from tokenizers.decoders import DecodeStream
+
+        # A prompt that ends within a character would be written again with its rest.
+        known = None if self.decode(prompt).endswith("\ufffd") else list(prompt)
+        stream, held = DecodeStream(known, skip_special_tokens=True), []
+
+        def decode(tokens: Sequence[int], final: bool) -> str:
+            nonlocal stream
+            text = ""
+            for token in tokens:
+                held.append(token)
+                try:
+                    piece = stream.step(self.tokenizer, token)
+                except Exception:  # bytes that are no UTF-8 can change the text before them
+                    stream, piece = DecodeStream(skip_special_tokens=True), self.decode(held)
+                if piece is not None:
+                    text += piece
+                    held.clear()
+            if final and held:
+                text += self.decode(held)
+                held.clear()
+            return text
+
+        return decode
+
     def stored(self) -> str:
         """The content of its tokenizer.json."""
         return self.tokenizer.to_str(pretty=True)
 
 
 def kind_of(spec: str) -> int | str | None:
-    """The size of ``bpe:SIZE``, the path of a tokenizer that there is, or ``None`` for bytes.
-
-    Raises:
-        RunError: it is none of them.
-    """
+    """The size of ``bpe:SIZE``, the path of a tokenizer that there is, or ``None`` for bytes."""
     if spec == "bytes":
         return None
     if spec.startswith("bpe:"):
@@ -128,12 +194,7 @@ def dtype_of(size: int) -> Any:
 def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     """Open a tokenizer.json, or the folder that holds one.
 
-    Args:
-        path: the file or the folder.
-        stored: "begin" and "end", where a run has kept them; else the files say.
-
-    Raises:
-        RunError: it is not there, or cannot be read.
+    The tokens that begin and end a text are `stored` where a run has kept them; else the files say.
     """
     path = Path(path)
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
@@ -142,14 +203,13 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
             f"--tokenizer {path}: no such tokenizer; give bytes, bpe:32000 or another size, or a "
             "tokenizer.json of Hugging Face or its folder"
         )
-    need_package("tokenizers", f"--tokenizer {path}")
     try:
         tokenizer, said = open_file(file, {} if stored is not None else None)
     except RunError as error:
         words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
         raise RunError(words) from None
     if stored is not None:
-        return Tokenizer(tokenizer, stored["begin"], stored["end"])
+        return Tokenizer(tokenizer, stored["begin"], (stored["end"],))
     bos, eos = generation(path) if path.is_dir() else (None, [])
     of_model = lambda ids: [tokenizer.id_to_token(token) for token in ids if token is not None]
     begin = _first(tokenizer, [text_of(said, "bos_token"), *of_model([bos]), *_BEGINS])
@@ -158,32 +218,23 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
         tokenizer.add_special_tokens([MARKER])
         end = tokenizer.token_to_id(MARKER)
     begin, end = (end if begin is None else begin), (begin if end is None else end)
-    assert begin is not None
     assert end is not None
-    return Tokenizer(tokenizer, begin, end, said)
+    return Tokenizer(tokenizer, begin, (end,), said)
 
 
 def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-    """The ``tokenizers.Tokenizer`` of a tokenizer.json, with the tokens that its settings add.
+    """The ``tokenizers.Tokenizer`` of a tokenizer.json, and its settings, whose tokens it has, too.
 
-    What it was saved with for a model of fixed lengths is left out: texts have any.
-
-    Args:
-        file: the tokenizer.json.
-        said: its settings; by default those of the files beside it.
-
-    Returns:
-        The tokenizer, and its settings.
-
-    Raises:
-        RunError: a file cannot be read.
+    The settings are by default those of the files beside it. What it was saved with for a model of
+    fixed lengths is left out: texts have any.
     """
+    import tokenizers
+
     said = settings(file.parent) if said is None else said
-    library = need_package("tokenizers", str(file))
     text = untrusted.read_text(file, untrusted.LARGE)
     untrusted.parse(text, file, "tokenizer")
     with told(f"{file} cannot be read"):
-        tokenizer = library.Tokenizer.from_str(text)
+        tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.encode("")
     if tokenizer.padding:
         said = {"pad_token": tokenizer.padding["pad_token"]} | said
@@ -212,9 +263,6 @@ def settings(folder: Path) -> dict[str, Any]:
 
     Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
     they say nothing, and else they overrule it.
-
-    Raises:
-        RunError: a file that is there cannot be read.
     """
     said = untrusted.read_json(folder, "tokenizer_config.json", _WHAT) or {}
     if "added_tokens_decoder" not in said:
@@ -236,14 +284,14 @@ def _added(said: dict[str, Any], folder: Path) -> tuple[list[Any], list[Any]]:
 
     Both are in the order in which transformers adds them, which numbers those that are new.
     """
-    library = need_package("tokenizers", str(folder))
+    from tokenizers import AddedToken
 
     def added(token: Any, **properties: bool) -> Any:
         known = token if isinstance(token, dict) else {"content": token}
         if not isinstance(known.get("content"), str):
             raise ValueError(f"{token!r} is no token")
         kept = {name: known[name] for name in _PROPERTIES if name in known}
-        return library.AddedToken(known["content"], **kept | properties)
+        return AddedToken(known["content"], **kept | properties)
 
     try:
         listed = (said.get("added_tokens_decoder") or {}).items()
@@ -267,12 +315,7 @@ def text_of(said: dict[str, Any], name: str) -> str | None:
 
 
 def generation(folder: Path) -> tuple[int | None, list[int]]:
-    """The token that transformers begins a text with that has none, and those that end a text.
-
-    Raises:
-        RunError: generation_config.json, or without it config.json, cannot be read, or names what
-            no token can be.
-    """
+    """The token that transformers begins a text with that has none, and those that end a text."""
     name = "generation_config.json"
     said = untrusted.read_json(folder, name, "configuration of a generation")
     if said is None:
@@ -295,19 +338,17 @@ def _first(tokenizer: Any, names: Sequence[str | None]) -> int | None:
 def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
     """Train a byte-level BPE of `size` tokens, or fewer where the texts have no more pairs.
 
-    Args:
-        texts: a sample of the documents.
-        size: of the vocabulary, with the 256 bytes and the token that begins and ends a text.
-        show: whether to draw a progress bar.
+    Among them are the 256 bytes and the token that begins and ends a text.
     """
-    library = need_package("tokenizers", f"--tokenizer bpe:{size}")
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=size,
         special_tokens=[MARKER],
-        initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=show,
     )
     # In a thread of its own, so that a signal need not wait for it.
@@ -316,5 +357,5 @@ def train_bpe(texts: Iterator[str], size: int, *, show: bool) -> Tokenizer:
         pool.submit(tokenizer.train_from_iterator, texts, trainer).result()
     finally:
         pool.shutdown(wait=False)
-    token = tokenizer.token_to_id(MARKER)
-    return Tokenizer(tokenizer, token, token)
+    token: Any = tokenizer.token_to_id(MARKER)
+    return Tokenizer(tokenizer, token, (token,))
