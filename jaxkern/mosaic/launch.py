@@ -2,10 +2,11 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -101,7 +102,7 @@ def launch_in_place(
     return away_from_slices(in_place(written))
 
 
-def away_from_slices(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def away_from_slices(arrays: Iterable[jax.Array]) -> list[jax.Array]:
     """`arrays` behind barriers: what a kernel takes that works in place, and what it gives.
 
     XLA fuses a kernel with slices: of other arrays that it takes, and of another array that its
@@ -169,6 +170,7 @@ def launch_named(
     ins: dict[str, Any],
     outs: dict[str, Any],
     scratch: dict[str, Any],
+    updated: dict[str, Any] | None = None,
     **launch: Any,
 ) -> dict[str, Any]:
     """Launches ``kernel(refs, smem)``, which has optional arrays, and returns its outputs by name.
@@ -179,6 +181,7 @@ def launch_named(
       ins: the arrays that the kernel reads.
       outs: shape and dtype of those that it writes.
       scratch: its shared memory.
+      updated: arrays that it reads and writes where they lie; outputs, too.
       **launch: the other arguments of :func:`launch_kernel`.
     """
     given = {name: array for name, array in ins.items() if array is not None}
@@ -186,10 +189,25 @@ def launch_named(
     absent = dict.fromkeys([*ins, *outs])
 
     def body(*refs: Any, **smem: Any) -> None:
-        present = dict(zip([*given, *written], refs, strict=True))
-        kernel(types.SimpleNamespace(**absent | present), types.SimpleNamespace(**smem))
+        names = *given, *(updated or {}), *written
+        present = absent | dict(zip(names, refs, strict=True))
+        kernel(types.SimpleNamespace(**present), types.SimpleNamespace(**smem))
 
-    results = launch_kernel(
+    launched = launch_kernel(
         body, out_type=tuple(written.values()), scratch_types=scratch, **launch
-    )(*given.values())
-    return dict.fromkeys(outs) | dict(zip(written, results, strict=True))
+    )
+    if not updated:
+        results = launched(*given.values())
+        return dict.fromkeys(outs) | dict(zip(written, results, strict=True))
+
+    @pl.run_state
+    def in_place(refs: Any) -> None:
+        places, results = refs
+        found = launched(*given.values(), *places)
+        for ref, array in zip(results, found, strict=True):
+            ref[...] = array
+
+    empty = [jnp.zeros(like.shape, like.dtype) for like in written.values()]
+    places, results = in_place((away_from_slices(updated.values()), empty))
+    found = dict(zip(updated, away_from_slices(places), strict=True))
+    return dict.fromkeys(outs) | found | dict(zip(written, results, strict=True))

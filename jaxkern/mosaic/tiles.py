@@ -60,6 +60,7 @@ def launch_tiles(
     axes: tuple[Any, Any],
     grid: int,
     warpgroups: int = 1,
+    **more: Any,
 ) -> dict[str, Any]:
     """Launches `grid` blocks; `axes` name a block and a warpgroup of it."""
     block, warpgroup = axes
@@ -75,6 +76,7 @@ def launch_tiles(
         kernel_name=name,
         approx_math=True,
         sums_across_warps=False,
+        **more,
     )
 
 

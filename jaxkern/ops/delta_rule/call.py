@@ -54,10 +54,11 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def launch(
-    kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int, warpgroups: int = 1
+    kernel: Any, name: str, ins: Any, outs: Any, scratch: Any, grid: int, *args: Any, **more: Any
 ) -> dict[str, Any]:
-    name = f"gated_delta_rule_{name}"
-    return launch_tiles(kernel, name, ins, outs, scratch, (BLOCK, WARPGROUP), grid, warpgroups)
+    """Launches blocks: :func:`jaxkern.mosaic.tiles.launch_tiles`."""
+    name, axes = f"gated_delta_rule_{name}", (BLOCK, WARPGROUP)
+    return launch_tiles(kernel, name, ins, outs, scratch, axes, grid, *args, **more)
 
 
 def up(size: int, multiple: int) -> int:
@@ -202,6 +203,25 @@ class Call:
         shape = self.batch, count, self.heads, self.keys, columns or self.values
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
+    def key_gradients(self, after: tuple[Any, ...]) -> dict[str, Any]:
+        """Arguments of :func:`launch` for dQ and dK of each head, and dS of the slices as `after`.
+
+        Where these are a head's alone, in 16 bits, a chunk's are as large as its dS: of the first
+        slice it lies where dQ is written later, and of the second where dK is.
+        """
+        names: list[str] = ["dq", "dk"]
+        after = tuple(x.reshape(self.joined_like(x.dtype).shape) for x in after)
+        if self.rank > 1:
+            of_slices = dict(zip(("after_0", "after_1"), after, strict=False))
+            return {"ins": of_slices, "outs": dict.fromkeys(names, self.joined_like(F32))}
+        rest = dict.fromkeys(names[len(after) :], self.joined_like(BF16))
+        return {"updated": dict(zip(names, after, strict=False)), "outs": rest}
+
+    def after_of(self, refs: Any) -> list[Any]:
+        """dS of the slices after chunks, by the names of `key_gradients`."""
+        names = ("dq", "dk") if self.rank == 1 else ("after_0", "after_1")
+        return [getattr(refs, name) for name in names[: self.slices]]
+
     def turned_like(self) -> Any:
         """The type of transposed states of all chunks, in 16 bits."""
         shape = self.batch, self.chunks, self.heads, self.values, self.keys
@@ -268,12 +288,16 @@ class Place:
         return ref.at[self.batch, tokens_of(chunk), self.head]
 
     def of_chunk(self, ref: Any, chunk: Any) -> Any:
-        """What there is once for a chunk: steps, T, P, or all of a transposed state."""
+        """An array's part of a chunk and head: steps, T, P, or all of a transposed state."""
         return ref.at[self.batch, chunk, self.head]
 
     def turned(self, ref: Any, chunk: Any, part: Any) -> Any:
         """(SLICE, K) of transposed states."""
         return ref.at[self.batch, chunk, self.head, pl.ds(part * SLICE, SLICE)]
+
+    def joint_keys(self, ref: Any, chunk: Any) -> Any:
+        """(CHUNK, K) of all heads of a block, next to each other."""
+        return ref.at[self.batch, tokens_of(chunk), self.joint]
 
     def state(self, ref: Any, index: Any, part: Any) -> Any:
         """(K, SLICE) of states."""

@@ -177,7 +177,7 @@ class _Half:
         return tile.at[pl.ds(self.own, 1)]
 
     def operand(self, tile: Any) -> Any:
-        """What the own head has of a tile."""
+        """The own head's part of a tile."""
         return self.part_of(tile) if self.joined else tile
 
     def copies(self, part: Any, ref: Any, chunk: Any, tile: Any) -> list[tuple[Any, Any]]:
@@ -500,12 +500,13 @@ def launch_states(call: Call, found: dict[str, Any], states: Any) -> dict[str, A
     return launch(kernel, "states", ins, outs, scratch, grid)
 
 
-def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
+def launch_grads(call: Call, arrays: dict[str, Any], after: tuple[Any, ...]) -> dict[str, Any]:
     """dQ and dK of each head, dg, and parts of dβ, (B, chunks, H, 2, CHUNK).
 
     Args:
       call: of the pass.
-      arrays: N, dO and dV, (B, L, H, V), and S before and dS after each chunk, transposed.
+      arrays: N, dO and dV, (B, L, H, V), and S before each chunk, transposed.
+      after: dS after each chunk, of each slice of its value channels.
     """
     like, chunks = jax.ShapeDtypeStruct, call.chunks
 
@@ -513,17 +514,20 @@ def launch_grads(call: Call, arrays: dict[str, Any]) -> dict[str, Any]:
         _Grads(call, refs, smem, per_head).run()
 
     per_head = -(-chunks // SAVED)
-    of_heads, joined = call.joined_like(BF16 if call.rank == 1 else F32), call.joined
-    outs = {"dq": of_heads, "dk": of_heads, "dg": like(call.g.shape, call.g.dtype)}
+    joined, more = call.joined, call.key_gradients(after)
+    outs = more.pop("outs") | {"dg": like(call.g.shape, call.g.dtype)}
     outs["dbeta"] = like((call.batch, chunks, call.heads, 2 // joined, CHUNK), F32)
-    ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays
+    ins = (
+        {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays | more.pop("ins", {})
+    )
     of_values, states = ((CHUNK, joined * call.values), BF16), ((call.values, LANES), BF16)
-    more = {"N": of_values, "grads": ((2, *of_values[0]), BF16), "S": states, "dS": states}
-    more |= {"pairs": ((joined, 2, CHUNK, CHUNK), BF16), "diagonal": ((joined, CHUNK), F32)}
-    scratch = _scratch_of_tokens(call, **more, columns=((2, WARPS, LANES), F32))
-    scratch |= copies_barrier("late", [of_values] * 3 + [states] * 2)
+    tiles = {"N": of_values, "grads": ((2, *of_values[0]), BF16), "S": states, "dS": states}
+    tiles |= {"pairs": ((joined, 2, CHUNK, CHUNK), BF16), "diagonal": ((joined, CHUNK), F32)}
+    scratch = _scratch_of_tokens(call, **tiles, columns=((2, WARPS, LANES), F32))
+    slices = [((SLICE, LANES), BF16)] * call.slices
+    scratch |= copies_barrier("late", [of_values] * 3 + [states, *slices])
     grid = call.batch * call.heads // joined * per_head
-    return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2)
+    return launch(kernel, "channels_bwd", ins, outs, scratch, grid, warpgroups=2, **more)
 
 
 class _Grads(_Half):
@@ -538,8 +542,10 @@ class _Grads(_Half):
         refs, smem = self.refs, self.smem
         values = (refs.N, smem.N), (refs.dout, smem.grads.at[0]), (refs.dV, smem.grads.at[1])
         copies = [x for ref, to in values for x in self.copies(Place.all_values, ref, chunk, to)]
-        for ref, to in (refs.S, smem.S), (refs.dS, smem.dS):
-            copies += self.copies(Place.of_chunk, ref, chunk, to)
+        copies += self.copies(Place.of_chunk, refs.S, chunk, smem.S)
+        for part, ref in enumerate(self.call.after_of(refs)):
+            of_part = rows_of(smem.dS, part * SLICE, SLICE)
+            copies.append((self.at.joint_keys(ref, chunk), of_part))
         start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:

@@ -149,7 +149,6 @@ def _grads_scratch(call: Call) -> dict[str, Any]:
     """Shared memory of the last kernel: N takes the place of v, and F that of T."""
     early = tiles_of(call, "q k v T") | {"v": ((CHUNK, call.values), BF16)}
     late: dict[str, Any] = dict.fromkeys(("dout", "dV"), early["v"])
-    late["dS"] = (call.values, call.keys), BF16
     scratch: dict[str, Any] = {
         name: tile(rows, columns, dtype, stages=_SLOTS)
         for name, ((rows, columns), dtype) in early.items()
@@ -157,10 +156,12 @@ def _grads_scratch(call: Call) -> dict[str, Any]:
     }
     scratch |= {"steps": plgpu.SMEM((_SLOTS, *early["steps"][0]), F32)}
     scratch |= {name: tile(rows, columns, BF16) for name, ((rows, columns), _) in late.items()}
-    scratch |= {"S": tile(call.values, call.keys, BF16), "G": tile(CHUNK, CHUNK, BF16)}
+    scratch |= dict.fromkeys(("S", "dS"), tile(call.values, call.keys, BF16))
+    scratch |= {"G": tile(CHUNK, CHUNK, BF16)}
     scratch |= {"columns": plgpu.SMEM((2, WARPS, CHUNK), F32)} | _MEETINGS.scratch()
     scratch |= copies_barrier("early", early.values(), _SLOTS)
-    return scratch | copies_barrier("late", late.values())
+    slices = [((SLICE, call.keys), BF16)] * call.slices
+    return scratch | copies_barrier("late", [*late.values(), *slices])
 
 
 class _Grads:
@@ -205,7 +206,8 @@ class _Grads:
             return
         at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
         pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
-        pairs.append((at.of_chunk(refs.after, chunk), smem.dS))
+        for part, ref in enumerate(self.call.after_of(refs)):
+            pairs.append((at.all_values(ref, chunk), rows_of(smem.dS, part * SLICE, SLICE)))
         start_copies(pairs, barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
@@ -337,26 +339,24 @@ class _Grads:
         return (dc, dbeta, number(BETA) * dbeta), products * of_end(steps)
 
 
-def launch_grads(call: Call, dout: Any, states: Any, after: Any, dV: Any, T: Any) -> Any:
+def launch_grads(
+    call: Call, dout: Any, states: Any, after: tuple[Any, ...], dV: Any, T: Any
+) -> dict[str, Any]:
     """dQ and dK of each head, numbers of tokens, and parts of exp(c[last]) · S · dS."""
 
     def kernel(refs: Any, smem: Any) -> None:
         by_role(*(lambda n=n: _Grads(call, refs, smem, n).run() for n in range(2)))
 
     of_chunks, like = (call.batch, call.chunks, call.heads, 2), jax.ShapeDtypeStruct
-    of_heads = like(
-        (call.batch, call.tokens, call.heads, call.keys), BF16 if call.rank == 1 else F32
-    )
-    outs = {
-        "dq": of_heads,
-        "dk": of_heads,
+    more = call.key_gradients(after)
+    outs = more.pop("outs") | {
         "numbers": like((*of_chunks, 3, CHUNK), F32),
         "of_states": like((*of_chunks, LANES), F32),
     }
     ins = {"q": call.q, "k": call.k, "v": call.v, "T": T, "steps": call.steps}
-    ins |= {"states": states, "dout": dout, "after": after, "dV": dV}
+    ins |= {"states": states, "dout": dout, "dV": dV} | more.pop("ins", {})
     grid = call.batch * call.heads * states.shape[1]
-    return launch(kernel, "bwd", ins, outs, _grads_scratch(call), grid, warpgroups=2)
+    return launch(kernel, "bwd", ins, outs, _grads_scratch(call), grid, warpgroups=2, **more)
 
 
 def of_tokens(call: Call, g: Any, rank: Any, grads: dict[str, Any]) -> tuple[Any, Any]:

@@ -77,7 +77,7 @@ def launch_fwd(
 
 
 def launch_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[Any, ...]:
-    """What a device's part does to a state, as the reference."""
+    """M and R of a device's part of a sequence, as the reference."""
     args = k, v, g, beta, rank
     if v.size == 0:
         return reference_carry(options, *args)
@@ -87,7 +87,7 @@ def launch_carry(options: DeltaRuleOptions, k, v, g, beta, rank) -> tuple[Any, .
 
 
 def launch_bwd_carry(options: DeltaRuleOptions, q, k, g, beta, dout, rank) -> tuple[Any, ...]:
-    """What a device's part does to the gradient of a state, as the reference."""
+    """M and R of the gradient of a state, as the reference."""
     args = q, k, g, beta, dout, rank
     if dout.size == 0:
         return reference_bwd_carry(options, *args)
@@ -139,13 +139,14 @@ def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     of_values, found = call.of_values(dout), _found(call, T)
     ends = scan_back(call, _one(call, dfinal), found | {"dout": of_values})
     states = padded(call.states(states), 1, -(-call.chunks // SAVED))
+    after = tuple(ends[f"after_{part}"] for part in range(call.slices))
     if call.by_channel:
         chunks = channels.launch_states(call, found, states)
-        chunks |= {"dout": of_values, "dV": ends["dV"], "dS": ends["after"]}
-        grads = channels.launch_grads(call, chunks)
+        chunks |= {"dout": of_values, "dV": ends["dV"]}
+        grads = channels.launch_grads(call, chunks, after)
         dg, dbeta = call.cut_channels(grads["dg"]), grads["dbeta"].sum(3)
     else:
-        of_chunks = ends["after"], ends["dV"], found["T"]
+        of_chunks = after, ends["dV"], found["T"]
         grads = heads.launch_grads(call, of_values, states, *of_chunks)
         dg, dbeta = heads.of_tokens(call, g, rank, grads)
     dq, dk = (call.cut_keys(grads[name], F32) for name in ("dq", "dk"))

@@ -271,7 +271,9 @@ class _Reverse(_Block):
     def write(self, chunk: Any) -> None:
         at, smem, slot = self.at, self.smem, lax.rem(chunk, 2)
         write_tile(smem.dV.at[slot], at.values(self.refs.dV, chunk, self.part))
-        write_tile(smem.dS.at[slot], at.turned(self.refs.after, chunk, self.part))
+        for part in range(self.call.slices):
+            to = at.all_values(getattr(self.refs, f"after_{part}"), chunk)
+            pl.when(self.part == part)(lambda to=to: write_tile(smem.dS.at[slot], to))
 
     def run_other(self) -> None:
         self.loop(self.rings[1], self.make, None)
@@ -308,7 +310,9 @@ class _Reverse(_Block):
 def _launch_reverse(
     call: Call, dfinal: Any, found: dict[str, Any], *, carry: bool = False
 ) -> dict[str, Any]:
-    """dS after each chunk, transposed in 16 bits, dV, and dS before the first chunk.
+    """dS of each slice after each chunk, transposed in 16 bits, dV, and dS before the first chunk.
+
+    dS, (SLICE, K), has the place of a chunk's tokens in arrays (B, L, H, K).
 
     Args:
       call: of the pass.
@@ -327,10 +331,12 @@ def _launch_reverse(
 
     ins = found | {"dfinal": dfinal, "first": first_columns(call) if carry else None}
     outs = {
-        "after": None if carry else call.turned_like(),
         "dV": None if carry else jax.ShapeDtypeStruct(call.v.shape, BF16),
         "dinitial": call.states_like(1, columns * SLICE),
     }
+    shape = call.batch, call.tokens, call.heads, call.keys
+    for part in range(0 if carry else call.slices):
+        outs[f"after_{part}"] = jax.ShapeDtypeStruct(shape, BF16)
     scratch = rings[0].scratch() | rings[1].scratch() | _Reverse.handoffs.scratch()
     scratch |= dict.fromkeys(("X", "weighted"), tile(SLICE, CHUNK, BF16))
     if not carry:
@@ -391,7 +397,7 @@ def _of_parts(call: Call, state: Any, carries: Any, *, reverse: bool = False) ->
 
 
 def scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dict[str, Any]:
-    """As `_launch_scan`, of all parts at once."""
+    """The results of `_launch_scan`, of all parts of sequences at once."""
     if call.parts == 1:
         return _launch_scan(call, initial, found, save=save)
     part, found = call.split(), call.split_arrays(found)
@@ -403,7 +409,7 @@ def scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dict
 
 
 def scan_back(call: Call, dfinal: Any, found: dict[str, Any]) -> dict[str, Any]:
-    """As `_launch_reverse`, of all parts at once."""
+    """The results of `_launch_reverse`, of all parts of sequences at once."""
     if call.parts == 1:
         return _launch_reverse(call, dfinal, found)
     part, found = call.split(), call.split_arrays(found)
