@@ -81,6 +81,7 @@ class Call:
     Attributes:
       q, k: (B, L, G, K); v: (B, L, H, V).
       g: (B, L, H / joined, joined · K), the logarithms of decays of channels, or ``None``.
+      in_place: whether a kernel may write where one of its arguments lies; not under ``vmap``.
       joined: heads whose key channels a block of :mod:`jaxkern.ops.delta_rule.channels` takes at
         once, next to each other: 2 if they are narrow.
       steps: (B, chunks, H, 4 or 2, CHUNK), fp32, numbers of each token: `SUM` or `MOST`, `BETA`,
@@ -95,6 +96,7 @@ class Call:
         self.key_channels = q.shape[-1]
         self.heads = self.groups * self.rank
         self.by_channel, self.packed = of_channels(g), rank is not None
+        self.in_place = True
         narrow = max(self.key_channels, self.channels) <= KEYS and self.heads % 2 == 0
         self.joined = 2 if self.by_channel and narrow else 1
         self.keys = up(self.key_channels, LANES // self.joined if self.by_channel else KEYS)
@@ -206,21 +208,18 @@ class Call:
     def key_gradients(self, after: tuple[Any, ...]) -> dict[str, Any]:
         """Arguments of :func:`launch` for dQ and dK of each head, and dS of the slices as `after`.
 
-        Where these are a head's alone, in 16 bits, a chunk's are as large as its dS: of the first
-        slice it lies where dQ is written later, and of the second where dK is.
+        A chunk's are as large as its dS. If `in_place`, that of the first slice lies where dQ is
+        written later, and that of the second where dK is.
         """
-        names: list[str] = ["dq", "dk"]
-        after = tuple(x.reshape(self.joined_like(x.dtype).shape) for x in after)
-        if self.rank > 1:
-            of_slices = dict(zip(("after_0", "after_1"), after, strict=False))
-            return {"ins": of_slices, "outs": dict.fromkeys(names, self.joined_like(F32))}
-        rest = dict.fromkeys(names[len(after) :], self.joined_like(BF16))
-        return {"updated": dict(zip(names, after, strict=False)), "outs": rest}
+        like, own = self.joined_like(BF16), self.after_names()
+        given = {name: x.reshape(like.shape) for name, x in zip(own, after, strict=True)}
+        outs = {name: like for name in ("dq", "dk") if name not in given}
+        return {"updated" if self.in_place else "ins": given, "outs": outs}
 
-    def after_of(self, refs: Any) -> list[Any]:
-        """dS of the slices after chunks, by the names of `key_gradients`."""
-        names = ("dq", "dk") if self.rank == 1 else ("after_0", "after_1")
-        return [getattr(refs, name) for name in names[: self.slices]]
+    def after_names(self) -> tuple[str, ...]:
+        """Names of dS of the slices after chunks."""
+        names = ("dq", "dk") if self.in_place else ("after_0", "after_1")
+        return names[: self.slices]
 
     def turned_like(self) -> Any:
         """The type of transposed states of all chunks, in 16 bits."""

@@ -517,9 +517,8 @@ def launch_grads(call: Call, arrays: dict[str, Any], after: tuple[Any, ...]) -> 
     joined, more = call.joined, call.key_gradients(after)
     outs = more.pop("outs") | {"dg": like(call.g.shape, call.g.dtype)}
     outs["dbeta"] = like((call.batch, chunks, call.heads, 2 // joined, CHUNK), F32)
-    ins = (
-        {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps} | arrays | more.pop("ins", {})
-    )
+    ins = {"q": call.q, "k": call.k, "g": call.g, "steps": call.steps}
+    ins |= arrays | more.pop("ins", {})
     of_values, states = ((CHUNK, joined * call.values), BF16), ((call.values, LANES), BF16)
     tiles = {"N": of_values, "grads": ((2, *of_values[0]), BF16), "S": states, "dS": states}
     tiles |= {"pairs": ((joined, 2, CHUNK, CHUNK), BF16), "diagonal": ((joined, CHUNK), F32)}
@@ -543,9 +542,9 @@ class _Grads(_Half):
         values = (refs.N, smem.N), (refs.dout, smem.grads.at[0]), (refs.dV, smem.grads.at[1])
         copies = [x for ref, to in values for x in self.copies(Place.all_values, ref, chunk, to)]
         copies += self.copies(Place.of_chunk, refs.S, chunk, smem.S)
-        for part, ref in enumerate(self.call.after_of(refs)):
+        for part, name in enumerate(self.call.after_names()):
             of_part = rows_of(smem.dS, part * SLICE, SLICE)
-            copies.append((self.at.joint_keys(ref, chunk), of_part))
+            copies.append((self.at.joint_keys(getattr(refs, name), chunk), of_part))
         start_copies(copies, barrier_of(smem, "late"), (self.own == 1) & when)
 
     def step(self, chunk: Any, more: Any, gates: list[Any]) -> list[Any]:
@@ -575,13 +574,13 @@ class _Grads(_Half):
             dbeta = dbeta + of_part
             sync_warpgroup()  # all warps have read c
             store_matrix(self.c.at[:, pl.ds(first, PART)], dc)
-            self.write_keys(chunk, first, dq, dk)
+            for to, v in (self.q, dq), (self.k, dk):
+                store_tile(to, v.astype(BF16), first=first)
         part = 0 if self.joined else self.own
         at.of_chunk(refs.dbeta, chunk).at[part][...] = dbeta
         sync_tiles()
-        if self.call.rank == 1:
-            write_tile(self.q, self.written(refs.dq, chunk))
-            write_tile(self.k, self.written(refs.dk, chunk))
+        write_tile(self.q, self.written(refs.dq, chunk))
+        write_tile(self.k, self.written(refs.dk, chunk))
         later = self.later_gates(chunk)
         self.write_log_decays(chunk, kept)
         finish_writes()
@@ -702,13 +701,6 @@ class _Grads(_Half):
         dc = q * dq + k * (later - earlier * over_rows(self.before_last(), PART))
         later, weight = later + earlier * over_rows(beta, PART), over_rows(own * beta, PART)
         return dq + weight * k, later + weight * q, dc, dbeta
-
-    def write_keys(self, chunk: Any, first: int, dq: Any, dk: Any) -> None:
-        for ref, to, v in (self.refs.dq, self.q, dq), (self.refs.dk, self.k, dk):
-            if self.call.rank > 1:
-                store_matrix(self.written(ref, chunk).at[:, pl.ds(first, PART)], v)
-            else:
-                store_tile(to, v.astype(BF16), first=first)
 
     def write_log_decays(self, chunk: Any, kept: Any) -> None:
         """Writes dg of the own tokens: sums of dc from each one to the chunk's end, and more."""

@@ -206,8 +206,9 @@ class _Grads:
             return
         at, smem, refs, chunk = self.at, self.smem, self.refs, self.first + n
         pairs = [(at.all_values(getattr(refs, x), chunk), getattr(smem, x)) for x in ("dout", "dV")]
-        for part, ref in enumerate(self.call.after_of(refs)):
-            pairs.append((at.all_values(ref, chunk), rows_of(smem.dS, part * SLICE, SLICE)))
+        for part, name in enumerate(self.call.after_names()):
+            source = at.all_values(getattr(refs, name), chunk)
+            pairs.append((source, rows_of(smem.dS, part * SLICE, SLICE)))
         start_copies(pairs, barrier_of(smem, "late"), n < count)
 
     def wait(self, barrier: Any, later: int) -> None:
@@ -325,17 +326,13 @@ class _Grads:
         (dk,) = multiply([dk], [load_left(smem.G, transposed=True)], q, first=first)
         tokens = self.at.batch, tokens_of(chunk), self.at.head, pl.ds(first, KEYS)
         results = (self.refs.dq, q, dq), (self.refs.dk, k, dk)
-        if self.call.rank > 1:
-            for ref, _, v in results:
-                store_matrix(ref.at[tokens], v)
-        else:  # these channels of q and k are no longer needed
-            sync_tiles()
-            own = pl.ds(self.own, 1)
-            for _, of, v in results:
-                store_tile(of.at[own], v.astype(BF16))
-            sync_tiles()
-            for ref, of, _ in results:
-                write_tile(of.at[own], ref.at[tokens])
+        sync_tiles()  # these channels of q and k are no longer needed
+        own = pl.ds(self.own, 1)
+        for _, of, v in results:
+            store_tile(of.at[own], v.astype(BF16))
+        sync_tiles()
+        for ref, of, _ in results:
+            write_tile(of.at[own], ref.at[tokens])
         return (dc, dbeta, number(BETA) * dbeta), products * of_end(steps)
 
 

@@ -126,7 +126,12 @@ def _found(call: Call, T: Any = None) -> dict[str, Any]:
     return {"q": call.q, "k": call.k, "steps": call.steps, "T": T}
 
 
-def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
+def launch_bwd_of_slices(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
+    """The gradients under ``vmap``."""
+    return launch_bwd(options, *args, in_place=False)
+
+
+def launch_bwd(options: DeltaRuleOptions, *args: Any, in_place: bool = True) -> tuple[Any, ...]:
     """The gradients, as the reference."""
     q, k, v, g, beta, initial_state, rank, _, states, T, dout, dfinal = args
     if v.size == 0:
@@ -134,8 +139,9 @@ def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     # With 128 key channels the last kernel takes 220 KiB for both slices, 156 for one.
     most = MOST_VALUES if shared_memory() > 220 * 1024 else SLICE
     if v.shape[-1] > most:
-        return _bwd_of_parts(most, options, *args)
+        return _bwd_of_parts(most, options, *args, in_place=in_place)
     call = Call(options, q, k, v, g, beta, rank)
+    call.in_place = in_place
     of_values, found = call.of_values(dout), _found(call, T)
     ends = scan_back(call, _one(call, dfinal), found | {"dout": of_values})
     states = padded(call.states(states), 1, -(-call.chunks // SAVED))
@@ -168,7 +174,9 @@ def launch_bwd(options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
     return unless_finite(checked, found, plain, given)
 
 
-def _bwd_of_parts(most: int, options: DeltaRuleOptions, *args: Any) -> tuple[Any, ...]:
+def _bwd_of_parts(
+    most: int, options: DeltaRuleOptions, *args: Any, in_place: bool
+) -> tuple[Any, ...]:
     """The gradients where a head has more than the `most` value channels that a kernel takes.
 
     Channels do not meet: parts of them are heads with the same q, k, g and β.
@@ -199,6 +207,7 @@ def _bwd_of_parts(most: int, options: DeltaRuleOptions, *args: Any) -> tuple[Any
         options,
         *(q, k, cut(v), repeat(g), repeat(beta), cut_state(first), rank, crossed),
         *(cut_state(states), repeat(T), cut(dout), cut_state(dfinal)),
+        in_place=in_place,
     )
     if rank_of_v == 1:
         dq, dk = dq.astype(q.dtype), dk.astype(k.dtype)

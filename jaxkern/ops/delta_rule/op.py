@@ -64,7 +64,7 @@ from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import segments
 from jaxkern.ops.delta_rule import devices
 from jaxkern.ops.delta_rule import step as step_kernel
-from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_fwd
+from jaxkern.ops.delta_rule.kernel import launch_bwd, launch_bwd_of_slices, launch_fwd
 from jaxkern.ops.delta_rule.reference import (
     DeltaRuleOptions,
     Tokens,
@@ -315,6 +315,7 @@ FORWARD = KernelPass(
 BACKWARD = KernelPass(
     "gated_delta_rule_bwd",
     kernel=launch_bwd,
+    kernel_of_slices=launch_bwd_of_slices,
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), *_SAVED, _VALUES, _ends(options)),
     outs=_arguments,
