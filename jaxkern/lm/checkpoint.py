@@ -148,7 +148,10 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
                 path = run / _CHECKPOINTS / str(at)
                 damaged.append(f"checkpoint {path} cannot be read ({reason})")
     rest = f", nor any other of {', '.join(map(str, there))}" if len(damaged) > 1 else ""
-    raise RunError(f"{damaged[0]}{rest}; put it back from a copy, or train again")
+    raise RunError(
+        f"{damaged[0]}{rest}; put it back from a copy, or {_CONFIG} if its model was changed, or "
+        "train again"
+    )
 
 
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
