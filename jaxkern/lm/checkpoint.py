@@ -157,13 +157,19 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
     import orbax.checkpoint as ocp
 
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
+    held = jax.tree.leaves_with_path(manager.item_metadata(step)["state"])
+    shapes = {name(path): leaf.shape for path, leaf in held}
+    for path, leaf in jax.tree.leaves_with_path(like):  # orbax's own refusal ends in traces
+        if (shape := shapes.get(name(path), leaf.shape)) != leaf.shape:
+            raise ValueError(f"{name(path)} has the shape {shape}, and by {_CONFIG} {leaf.shape}")
     given = ocp.checkpoint_utils.construct_restore_args(like)
     part = isinstance(like, dict)
     state = ocp.args.PyTreeRestore(like, restore_args=given, partial_restore=part)
     found = manager.restore(step, args=ocp.args.Composite(state=state, data=ocp.args.JsonRestore()))
     for path, leaf in jax.tree.leaves_with_path(found["state"]):
         if isinstance(leaf, jax.ShapeDtypeStruct):  # left as it was asked for
-            raise ValueError(f"it has no {jax.tree_util.keystr(path, simple=True, separator='/')}")
+            raise ValueError(f"it has no {name(path)}")
     return found["state"], found["data"]
 
 
