@@ -139,10 +139,10 @@ def error(got: Any, want: Any, drawn: bool = False) -> jax.Array:
 
 
 def measure_torch(case: Any, of: Arranged, calls: int) -> timing.Passes:
-    """The same of a library for PyTorch, and what both in one take of memory.
+    """Times the passes of a library for PyTorch, and finds what both in one take of memory.
 
-    The bytes are those beside arguments and results that PyTorch's allocator gave out at once: 0 of
-    a pass alone, which leaves to the other one what it saves.
+    Memory is what PyTorch's allocator gave out at once beside arguments and results. It is 0 for a
+    pass alone, which leaves to the other one what it saves.
     """
     import torch  # pyright: ignore[reportMissingImports]
 

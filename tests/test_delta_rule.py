@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -508,9 +510,23 @@ def test_delta_rule_kernels_of_channels():
 @KINDS
 def test_delta_rule_kernels_in_parts(by_channel, monkeypatch):
     """Two parts of a sequence are scanned at once, the second with tokens that are not there."""
-    monkeypatch.setattr(kernel_arrays, "_parts", lambda call: 2)
+    monkeypatch.setattr(kernel_arrays, "_parts", parts := mock.Mock(return_value=2))
     arrays = drawn(1, 300, 2, 16, 16, 1, by_channel=by_channel, dtype="bfloat16")
     check_kernels(arrays, segment_ids=packed_ids(1, 300, 200))
+    assert parts.called
+
+
+def test_parts_of_a_sequence_fill_a_gpu():
+    """As many as the case "in parts" needs to be one, and none where heads are enough."""
+
+    def parts(batch, length, heads):
+        sizes = SimpleNamespace(batch=batch, length=length, heads=heads, slices=2, columns=4)
+        with jaxkern.lowering_for("h100"):
+            return kernel_arrays._parts(sizes)
+
+    assert parts(1, 6000, 2) > 1
+    assert parts(1, 16384, 8) > 1
+    assert parts(1, 32768, 32) == parts(8, 4096, 16) == parts(1, 1000, 1) == 1
 
 
 @exhaustive

@@ -78,28 +78,35 @@ def launch_kernel(
 
 def launch_in_place(
     body: Callable[..., None],
-    fixed: Sequence[jax.Array],
-    written: Sequence[jax.Array],
+    fixed: Iterable[jax.Array],
+    written: Iterable[jax.Array],
+    out_type: Sequence[Any] = (),
     **launch: Any,
 ) -> list[jax.Array]:
     """Runs a kernel that reads and writes arrays where they lie; XLA copies what is still needed.
 
     Args:
-      body: takes references to `fixed` and then to `written`.
+      body: takes references to `fixed`, to `written` and to other outputs.
       fixed: arrays that are read.
       written: arrays that are read and written.
+      out_type: shape and dtype of the other outputs.
       **launch: the arguments of :func:`launch_kernel`.
 
     Returns:
-      `written` after the kernel.
+      `written` after the kernel, and the other outputs.
     """
     fixed, written = away_from_slices(fixed), away_from_slices(written)
+    others = [jnp.zeros(like.shape, like.dtype) for like in out_type]  # of which nothing is read
 
     @pl.run_state
     def in_place(refs: Any) -> None:
-        launch_kernel(body, out_type=(), **launch)(*fixed, *refs)
+        written, others = refs
+        found = launch_kernel(body, out_type=tuple(out_type), **launch)(*fixed, *written)
+        for ref, array in zip(others, found or (), strict=True):
+            ref[...] = array
 
-    return away_from_slices(in_place(written))
+    written, others = in_place((written, others))
+    return away_from_slices([*written, *others])
 
 
 def away_from_slices(arrays: Iterable[jax.Array]) -> list[jax.Array]:
@@ -184,30 +191,20 @@ def launch_named(
       updated: arrays that it reads and writes where they lie; outputs, too.
       **launch: the other arguments of :func:`launch_kernel`.
     """
+    updated = updated or {}
     given = {name: array for name, array in ins.items() if array is not None}
     written = {name: like for name, like in outs.items() if like is not None}
     absent = dict.fromkeys([*ins, *outs])
 
     def body(*refs: Any, **smem: Any) -> None:
-        names = *given, *(updated or {}), *written
+        names = *given, *updated, *written
         present = absent | dict(zip(names, refs, strict=True))
         kernel(types.SimpleNamespace(**present), types.SimpleNamespace(**smem))
 
-    launched = launch_kernel(
-        body, out_type=tuple(written.values()), scratch_types=scratch, **launch
-    )
-    if not updated:
-        results = launched(*given.values())
-        return dict.fromkeys(outs) | dict(zip(written, results, strict=True))
-
-    @pl.run_state
-    def in_place(refs: Any) -> None:
-        places, results = refs
-        found = launched(*given.values(), *places)
-        for ref, array in zip(results, found, strict=True):
-            ref[...] = array
-
-    empty = [jnp.zeros(like.shape, like.dtype) for like in written.values()]
-    places, results = in_place((away_from_slices(updated.values()), empty))
-    found = dict(zip(updated, away_from_slices(places), strict=True))
-    return dict.fromkeys(outs) | found | dict(zip(written, results, strict=True))
+    launch |= {"out_type": tuple(written.values()), "scratch_types": scratch}
+    if updated:
+        results = launch_in_place(body, given.values(), updated.values(), **launch)
+    else:
+        results = launch_kernel(body, **launch)(*given.values())
+    found: dict[str, Any] = dict(zip([*updated, *written], results, strict=True))
+    return dict.fromkeys(outs) | found

@@ -62,7 +62,10 @@ def launch_tiles(
     warpgroups: int = 1,
     **more: Any,
 ) -> dict[str, Any]:
-    """Launches `grid` blocks; `axes` name a block and a warpgroup of it."""
+    """Launches `grid` blocks; `axes` name a block and a warpgroup of it.
+
+    `more` are other arguments of :func:`jaxkern.mosaic.launch.launch_named`.
+    """
     block, warpgroup = axes
     return launch_named(
         kernel,

@@ -71,10 +71,6 @@ MOST = SUM
 """With decays of channels a chunk has two rows of steps: the most that g may be, and β."""
 
 
-MOST_PARTS = 1, 2, 4, 8, 16
-"""Numbers of parts of a sequence that a scan may have."""
-
-
 class Call:
     """A call's arrays as the kernels take them: in whole chunks and tiles.
 
@@ -90,13 +86,22 @@ class Call:
     """
 
     def __init__(
-        self, options: DeltaRuleOptions, q: Any, k: Any, v: Any, g: Any, beta: Any, rank: Any
+        self,
+        options: DeltaRuleOptions,
+        q: Any,
+        k: Any,
+        v: Any,
+        g: Any,
+        beta: Any,
+        rank: Any,
+        *,
+        in_place: bool = True,
     ):
         self.batch, self.length, self.groups, self.rank, self.channels = v.shape
         self.key_channels = q.shape[-1]
         self.heads = self.groups * self.rank
         self.by_channel, self.packed = of_channels(g), rank is not None
-        self.in_place = True
+        self.in_place = in_place
         narrow = max(self.key_channels, self.channels) <= KEYS and self.heads % 2 == 0
         self.joined = 2 if self.by_channel and narrow else 1
         self.keys = up(self.key_channels, LANES // self.joined if self.by_channel else KEYS)
@@ -145,7 +150,7 @@ class Call:
         of_parts = lambda x: x.reshape(len(x) * parts, x.shape[1] // parts, *x.shape[2:])
         return {name: of_parts(x) for name, x in arrays.items()}
 
-    def joined_arrays(self, arrays: dict[str, Any]) -> dict[str, Any]:
+    def whole_arrays(self, arrays: dict[str, Any]) -> dict[str, Any]:
         """Undoes `split_arrays`."""
         whole = lambda x: x.reshape(self.batch, self.parts * x.shape[1], *x.shape[2:])
         return {name: whole(x) for name, x in arrays.items()}
@@ -227,8 +232,11 @@ class Call:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
+_PARTS = 1, 2, 4, 8, 16
+"""Numbers of parts that a scan may have of a sequence."""
 _LAUNCH, _PART = 15, 5
-"""Launches of a scan in parts, and the product for the state before a part, in chunks' time."""
+"""Estimates, in the time of a chunk: for the launches of a scan in parts, and for the product that
+gives the state before a part."""
 
 
 def _parts(call: Call) -> int:
@@ -246,7 +254,7 @@ def _parts(call: Call) -> int:
         both = rounds(parts * blocks * call.slices) + rounds(parts * blocks * call.columns)
         return of_part * both + _LAUNCH + _PART * parts
 
-    return min(MOST_PARTS, key=time)
+    return min(_PARTS, key=time)
 
 
 class Place:

@@ -182,9 +182,11 @@ class _Half:
 
     def copies(self, part: Any, ref: Any, chunk: Any, tile: Any) -> list[tuple[Any, Any]]:
         """Pairs of a source and shared memory: what `part` of a place finds, of each head."""
-        if not self.joined:
-            return [(part(self.at, ref, chunk), tile)]
-        return [(part(at, ref, chunk), tile.at[pl.ds(n, 1)]) for n, at in enumerate(self.of_heads)]
+        width = tile.shape[0] // self.call.joined
+        return [
+            (part(at, ref, chunk), tile.at[pl.ds(n * width, width)])
+            for n, at in enumerate(self.of_heads)
+        ]
 
     def meet(self) -> None:
         _MEETINGS.meet(self.smem)

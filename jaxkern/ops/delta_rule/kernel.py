@@ -140,8 +140,7 @@ def launch_bwd(options: DeltaRuleOptions, *args: Any, in_place: bool = True) -> 
     most = MOST_VALUES if shared_memory() > 220 * 1024 else SLICE
     if v.shape[-1] > most:
         return _bwd_of_parts(most, options, *args, in_place=in_place)
-    call = Call(options, q, k, v, g, beta, rank)
-    call.in_place = in_place
+    call = Call(options, q, k, v, g, beta, rank, in_place=in_place)
     of_values, found = call.of_values(dout), _found(call, T)
     ends = scan_back(call, _one(call, dfinal), found | {"dout": of_values})
     states = padded(call.states(states), 1, -(-call.chunks // SAVED))

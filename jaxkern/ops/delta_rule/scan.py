@@ -347,7 +347,7 @@ def _launch_reverse(
 
 
 def launch_carries(call: Call, found: dict[str, Any]) -> Any:
-    """R and M of each sequence, (B, H, K, V + K), side by side."""
+    """R and M of each sequence side by side, (B, 1, H, K, V + K)."""
     grid = call.batch * call.heads * call.columns
     (ring,) = TileRing.of(0, grid, tiles_of(call, "kd kt v T" if call.by_channel else "k v T"))
 
@@ -403,8 +403,8 @@ def scan(call: Call, initial: Any, found: dict[str, Any], *, save: bool) -> dict
     part, found = call.split(), call.split_arrays(found)
     before = _of_parts(call, initial, launch_carries(part, found))
     results = _launch_scan(part, before, found, save=save)
-    joined = {name: v for name, v in results.items() if v is not None}
-    results |= call.joined_arrays(joined)
+    found = {name: v for name, v in results.items() if v is not None}
+    results |= call.whole_arrays(found)
     return results | {"final": results["final"][:, -1:]}
 
 
@@ -414,7 +414,7 @@ def scan_back(call: Call, dfinal: Any, found: dict[str, Any]) -> dict[str, Any]:
         return _launch_reverse(call, dfinal, found)
     part, found = call.split(), call.split_arrays(found)
     after = _of_parts(call, dfinal, launch_carries_back(part, found), reverse=True)
-    return call.joined_arrays(_launch_reverse(part, after, found))
+    return call.whole_arrays(_launch_reverse(part, after, found))
 
 
 def launch_carries_back(call: Call, found: dict[str, Any]) -> Any:
