@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.ops.cross_entropy import op
 from jaxkern.ops.cross_entropy.kernel import shares_of
+from jaxkern.ops.cross_entropy.linear_kernel import sums_of_product
 from jaxkern.ops.cross_entropy.linear_op import IN_CHUNKS, ChunkOptions
 from jaxkern.ops.cross_entropy.reference import LossOptions, Terms
 from tests import check
@@ -339,6 +340,55 @@ def test_memory(of):
     assert taken < min(most, 1 if memory else most)
 
 
+ALONE = {
+    "one tile": ((2, 64), 64, 256, "all", False),
+    "edges": ((3, 7), 24, 300, "all", True),
+    "tiles": ((150,), 72, 1000, "plain", True),
+    "classes of a quarter tile": ((130,), 128, 832, "all", False),
+}
+
+
+@check.combinations("case dtype", ALONE, ["bfloat16", "float16"], few=3)
+@pytest.mark.gpu
+def test_loss_without_gradient(case, dtype):
+    """The product's own sums, of logits that are never stored: no less accurate than stored ones."""
+    rows, k, classes, options, biased = case
+    x, weight, bias, labels = inputs(rows, k, classes, dtype)
+    x, bias = 4 * x, bias if biased else None
+    x = jnp.where((labels == IGNORED)[..., None], jnp.nan, x)
+    options = OPTIONS[options] | {"labels": labels}
+    mode = "mosaic" if check.ON_GPU else "interpret"
+    arrays = tuple(np.nan_to_num(np.asarray(v, np.float32)) for v in (x, weight))
+    arrays += (np.zeros(classes) if bias is None else np.asarray(bias, np.float32),)
+    with jax.enable_x64(True):
+        exact = plain(*(jnp.asarray(v, "float64") for v in arrays), **options)
+    want = plain(*(jnp.asarray(v, dtype) for v in arrays), **options)
+    of = options.get
+    terms = Terms.checked(
+        IGNORED, of("label_smoothing", 0.0), of("z_loss", 0.0), of("logit_softcap")
+    )
+    of_logits = LossOptions(terms, classes, mode)
+    run = jax.jit(lambda *a: of_logits.loss(sums_of_product(of_logits, mode, *a, labels, 0), labels))
+    with check.in_kernels():
+        losses, lse = run(x, weight, bias)
+        check.assert_same_bits(lambda: run(x, weight, bias))
+    for name, *each in zip(("loss", "lse"), (losses, lse.value), want, exact, strict=True):
+        check.at_most_twice(name, *each)
+
+
+@check.combinations("memory", [None, 160 << 20, 336 << 20], few=3)
+def test_only_a_gradient_stores_logits(memory):
+    """Lowered for a GPU: the loss alone takes one kernel, of the whole product."""
+    x, weight, _, labels = inputs((2048,), 64, 50280, "bfloat16")
+    run = functools.partial(jaxkern.linear_cross_entropy, labels=labels, memory=memory)
+    calls = lambda f: [
+        line for line in check.lowered(f, x, weight).splitlines() if "mosaic_gpu_v2" in line
+    ]
+    (alone,) = calls(run)
+    assert "linear_cross_entropy_fwd" in alone
+    assert not any("linear_cross_entropy_fwd" in line for line in calls(jax.grad(run)))
+
+
 def test_parts_are_as_few_as_memory_allows():
     x, weight, _, labels = inputs((16,), 8, 1000)
     run = lambda memory: jax.make_jaxpr(
@@ -481,7 +531,7 @@ def test_kernels_in_chunks(options, dtype):
     smoothing, z = of("label_smoothing", 0), of("z_loss", 0)
     terms = Terms.checked(IGNORED, smoothing, z, of("logit_softcap"))
     rows = LossOptions(terms, CLASSES, "mosaic" if check.ON_GPU else "interpret")
-    chunks = dataclasses.replace(ChunkOptions.of(rows, 8, dtype), gradients=True)
+    chunks = ChunkOptions.of(rows, 8, CLASSES, dtype)
     count = terms.count(labels)
     losses, *grads = jax.jit(functools.partial(IN_CHUNKS, chunks))(x, weight, bias, labels)
     got = losses.sum() / count, grads
@@ -578,7 +628,7 @@ def test_transformations_in_chunks(transformed):
     x, weight, bias, labels = inputs((1, 1100), 4, 20)
     run = functools.partial(linear, bias=bias, labels=labels)
     chunked = functools.partial(run, memory=memory_for(560, classes=20))
-    assert str(jax.make_jaxpr(chunked)(x, weight)).count("[552,20]")
+    assert str(jax.make_jaxpr(jax.grad(chunked))(x, weight)).count("[552,20]")
     got, want = (jax.jit(functools.partial(transformed, f))(x, weight) for f in (chunked, run))
     check.assert_close(got, want, 1e-5)
 
@@ -674,8 +724,8 @@ def test_what_is_in_chunks(change, rows):
     x, weight, bias, labels = inputs(change.pop("rows"), K, CLASSES, change.pop("dtype"))
     weight = weight.astype(change.pop("weight", weight.dtype))
     run = lambda x: jax.tree.leaves(linear(x, weight, bias, labels=labels, **change))[0].sum()
-    text = str(jax.make_jaxpr(run)(x))
-    assert [n for n in range(CLASSES, 1536) if f"[{n},{CLASSES}]" in text] == rows
+    text = str(jax.make_jaxpr(jax.grad(run))(x))
+    assert [n for n in range(CLASSES, np.prod(ROWS)) if f"[{n},{CLASSES}]" in text] == rows
 
 
 # All logits at once, and in parts of the classes

@@ -12,7 +12,8 @@ are small, would all be rounded alike, and such errors add up. dw is read and wr
 
 Parts of the vocabulary serve all else: the forward computes lse part by part and saves the logits
 of the last one, the backward begins with these and computes the others again. Up to four products,
-the memory of a part's logits and weight, and dx in fp32.
+the memory of a part's logits and weight, and dx in fp32. Without a gradient a Hopper GPU needs no
+part of the logits in memory (:mod:`jaxkern.ops.cross_entropy.linear_kernel`).
 
 Where the vocabulary is split between devices, they exchange the sums of rows, of each chunk or of
 all parts, and add their shares of dx.
@@ -37,6 +38,7 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import Axes, Partial, SplitSequence, TypeOf, is_first, match_primal, only_if
+from jaxkern.ops.cross_entropy import linear_kernel
 from jaxkern.ops.cross_entropy.op import (
     Reduction,
     check_labels,
@@ -158,7 +160,8 @@ def linear_cross_entropy(
     match chunk, part:
         case int(), _:
             count = terms.count(labels) if reduction == "mean" else jnp.float32(1)
-            chunks = ChunkOptions.of(options, chunk, weight.dtype)
+            classes = classes_of_part(nbytes, x, weight) or weight.shape[1]
+            chunks = ChunkOptions.of(options, chunk, classes, weight.dtype)
             return in_chunks(x, weight, bias, labels, count.astype(wide(x.dtype)), chunks)
         case _, int():
             parts = PartOptions.of(options, part)
@@ -200,7 +203,13 @@ def _all_logits_bwd(options, product, res, cotangents):
     return dx, dweight, dbias, None if totals is None else totals[0], None
 
 
-_all_logits_jit = Differentiable(_all_logits_fwd, _all_logits_bwd, options=2)
+def _all_logits(x, weight, bias, accumulator, labels, options, product):
+    del accumulator, product
+    options = PartOptions.of(options, weight.shape[1])
+    return PARTS_FORWARD(options, x, weight, bias, labels)[:2]
+
+
+_all_logits_jit = Differentiable(_all_logits_fwd, _all_logits_bwd, _all_logits, options=2)
 
 
 # A limit on the memory of the logits
@@ -247,22 +256,22 @@ class ChunkOptions:
     Attributes:
       of_logits: options of the passes over a chunk's logits.
       size: rows of a chunk; a device's first one may have fewer.
+      classes: of a part of the vocabulary, where no gradient is asked for.
       dtype: dtype of the gradients of x and weight.
-      gradients: whether to return gradients, beside losses.
       axes: mesh axes over which the classes are split.
     """
 
     of_logits: LossOptions
     size: int
+    classes: int
     dtype: str
-    gradients: bool = False
     axes: Axes = ()
     mode: Mode = "auto"
 
     @classmethod
-    def of(cls, options: LossOptions, size: int, dtype: Any) -> "ChunkOptions":
+    def of(cls, options: LossOptions, size: int, classes: int, dtype: Any) -> "ChunkOptions":
         inside, mode = options.inside()
-        return cls(inside, size, str(dtype), mode=mode)
+        return cls(inside, size, classes, str(dtype), mode=mode)
 
 
 def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | None:
@@ -285,13 +294,13 @@ def rows_of_chunk(nbytes: int | None, x: jax.Array, weight: jax.Array) -> int | 
 
 
 def _in_chunks(x, weight, bias, labels, count, options):
-    losses = IN_CHUNKS(options, x, weight, bias, labels)[0]
+    parts = PartOptions(options.of_logits, options.classes, mode=options.mode)
+    losses = PARTS_FORWARD(parts, x, weight, bias, labels)[0]
     return jnp.sum(losses) / count
 
 
 @standard_promotion()  # JAX traces the rules outside of the public function
 def _in_chunks_fwd(x, weight, bias, labels, count, options):
-    options = dataclasses.replace(options, gradients=True)
     losses, *grads = IN_CHUNKS(options, x, weight, bias, labels)
     types = tuple(None if v is None else TypeOf(jax.typeof(v)) for v in (x, weight, bias))
     return jnp.sum(losses) / count, (tuple(grads), types, count)
@@ -311,7 +320,7 @@ in_chunks = Differentiable(_in_chunks_fwd, _in_chunks_bwd, _in_chunks)
 
 
 def _chunk_losses(options: ChunkOptions, x, weight, bias, labels) -> tuple[Any, ...]:
-    """Losses of rows and, on request, the gradients of their sum; dbias in the dtype of sums."""
+    """Losses of rows and the gradients of their sum; dbias in the dtype of sums."""
     of_logits, shape = options.of_logits, x.shape
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     before = lax.axis_index(options.axes) * weight.shape[1] if options.axes else 0
@@ -325,8 +334,6 @@ def _chunk_losses(options: ChunkOptions, x, weight, bias, labels) -> tuple[Any, 
         if options.axes:
             sums = _over_devices(options.axes, sums)
         losses, lse = of_logits.loss(sums, y)
-        if not options.gradients:
-            return losses, None, None, None
         # The losses, which read logits, come before the gradient, which takes their memory.
         losses, lse = lax.optimization_barrier((losses, lse))
         cotangents = jnp.ones_like(losses), jnp.zeros_like(losses)
@@ -346,15 +353,14 @@ def _chunk_losses(options: ChunkOptions, x, weight, bias, labels) -> tuple[Any, 
     first = x.shape[0] - others * options.size
     losses, dx, *sums = chunk(0, first)
     grow = lambda v: jnp.pad(v, ((0, others * options.size), *((0, 0),) * (v.ndim - 1)))
-    carry = grow(losses), None if dx is None else grow(dx), *sums
+    carry = grow(losses), grow(dx), *sums
     if others:
         # The others begin after the first, whose memory they take.
         carry = lax.optimization_barrier(carry)
         next_one = lambda i, carry: step(first + i * options.size, options.size, carry)
         carry = lax.fori_loop(0, others, next_one, carry)
     losses, dx, dweight, dbias = carry
-    dx = None if dx is None else dx.reshape(shape)
-    return losses.reshape(shape[:-1]), dx, dweight, dbias
+    return losses.reshape(shape[:-1]), dx.reshape(shape), dweight, dbias
 
 
 def _chunks_of_device(run: Any, axes: Axes, options: ChunkOptions, *arrays: Any) -> tuple[Any, ...]:
@@ -364,8 +370,7 @@ def _chunks_of_device(run: Any, axes: Axes, options: ChunkOptions, *arrays: Any)
 
 
 def _finish_chunks(options: ChunkOptions, x, weight, bias, labels, losses, dx, dweight, db) -> Any:
-    rounded = (None if v is None else v.astype(options.dtype) for v in (dx, dweight))
-    return losses, *rounded, db
+    return losses, dx.astype(options.dtype), dweight.astype(options.dtype), db
 
 
 IN_CHUNKS = KernelPass(
@@ -472,9 +477,9 @@ def _part_logits(x, part_weight, bias, first, size) -> jax.Array:
     return _logits(x, part_weight, part_bias)
 
 
-def _part_losses(options: PartOptions, x, weight, bias, labels) -> tuple[Any, ...]:
+def _part_losses(options: PartOptions, x, weight, bias, labels, sums_of=None) -> tuple[Any, ...]:
     """Losses, the two numbers of lse and, on request, the logits of the last part."""
-    *sums, logits = _part_sums(options, x, weight, bias, labels, 0)
+    *sums, logits = (sums_of or _part_sums)(options, x, weight, bias, labels, 0)
     losses, lse = options.of_logits.loss(Sums(*sums), labels)
     return losses, *lse, logits
 
@@ -501,6 +506,24 @@ def _part_sums(options: PartOptions, x, weight, bias, labels, before) -> tuple[A
     first, _ = lax.optimization_barrier((jnp.int32(first), after))
     logits, last = part(first, size)
     return *last.joined(sums), logits if options.save else None
+
+
+def _kernel_sums(options: PartOptions, x, weight, bias, labels, before) -> tuple[Any, ...]:
+    """:func:`_part_sums` without storing any logits, if none are asked for."""
+    if options.save or not linear_kernel.fits(x, weight):
+        return _part_sums(options, x, weight, bias, labels, before)
+    mode = options.of_logits.mode
+    args = x, weight, bias, labels, before
+    return *linear_kernel.sums_of_product(options.of_logits, mode, *args), None
+
+
+def _kernel_losses(options: PartOptions, *arrays: Any) -> tuple[Any, ...]:
+    return _part_losses(options, *arrays, sums_of=_kernel_sums)
+
+
+def _faster(options: PartOptions, x: Any, weight: Any, *rest: Any) -> bool:
+    del rest
+    return not options.save and linear_kernel.is_faster(x, weight)
 
 
 def _part_gradients(
@@ -605,6 +628,9 @@ def _unfit(options: PartOptions, devices: int, x: Any, weight: Any, *rest: Any) 
 _SUMS = KernelPass(
     "linear_cross_entropy_sums",
     reference=_part_sums,
+    kernel=_kernel_sums,
+    faster=_faster,
+    unfit=products.unfit_for_gpu,
     ins=("... k", "k v", "v", "...", ""),
     outs=(*("...",) * 4, "... v"),
 )
@@ -617,6 +643,9 @@ _SHARES = KernelPass(
 PARTS_FORWARD = KernelPass(
     "linear_cross_entropy_fwd",
     reference=_part_losses,
+    kernel=_kernel_losses,
+    faster=_faster,
+    unfit=products.unfit_for_gpu,
     ins=("... k", "k v", "v", "..."),
     outs=("...", "...", "...", "... v"),
     whole="k",

@@ -10,6 +10,7 @@ blocks share the operand that both read.
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from jaxkern.mosaic.launch import (
     num_sms,
     shared_memory,
 )
-from jaxkern.mosaic.wgmma import ACCUMULATOR, SWIZZLE, start_fetch, swizzled
+from jaxkern.mosaic.wgmma import ACCUMULATOR, ROWS, SWIZZLE, start_fetch, swizzled
 from jaxkern.ops.linear.tiles import BOX, CONSUMERS, ProductTile
 
 CLUSTERS, PAIR, WARPGROUP = grid_axes("clusters", "pair", "warpgroup")
@@ -46,9 +47,6 @@ _SLOT = 64 * SWIZZLE
 _BARRIERS = 1024
 """Bytes of shared memory that are left for barriers."""
 
-Epilogue = Callable[[list[Any], list[Any], list[Any]], list[Any]]
-
-
 @dataclasses.dataclass(frozen=True)
 class Product:
     """Products a · b and their epilogue.
@@ -64,14 +62,20 @@ class Product:
         boxes of the products, of arrays (N,) that are the same in every row, and of arrays (M, N).
       name: name of the kernel.
       pair: whether the last two results are the halves of one array, (M, 2, N).
+      sums: instead, how many numbers of each row and each tile's columns are the result, one array
+        (tiles, sums, M), M padded to whole tiles: ``epilogue(boxes, rows, columns, first)`` gives
+        them, (64,) each, from all boxes of a tile from left to right, for each of these what
+        `rows` have there, arrays (M,) that are the same in every column, (64,), and the number of
+        the tile's first column. Where N is no multiple of the tile's, it masks what is beyond.
     """
 
     lhs_transposed: bool
     rhs_transposed: bool
     out_dtypes: tuple[str, ...]
-    epilogue: Epilogue
+    epilogue: Callable[..., list[Any]]
     name: str
     pair: bool = False
+    sums: int = 0
 
     def __post_init__(self) -> None:
         assert not self.pair or self.out_dtypes[-1] == self.out_dtypes[-2], self
@@ -85,6 +89,7 @@ def matmul(
     rows: Sequence[jax.Array] = (),
     tiles: Sequence[jax.Array] = (),
     accumulators: Sequence[jax.Array] = (),
+    columns: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """Computes results (M, N) of operands (M, K) and (K, N) or (K, 2, N), 16-bit floats.
 
@@ -99,6 +104,7 @@ def matmul(
       tiles: (M, N) each, 16-bit floats, for the epilogue.
       accumulators: (M, N) float32 each. The first results are added to them, in their memory if
         nothing else needs it.
+      columns: (M,) each, for the epilogue of sums.
     """
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else -1]
@@ -119,9 +125,14 @@ def matmul(
         jax.ShapeDtypeStruct(shape, jnp.dtype(t))
         for shape, t in zip(shapes, product.out_dtypes[len(held) :], strict=False)
     ]
+    grid = -(-m // (tile.m * pair_m)), -(-n // (tile.n * pair_n))
+    if product.sums:
+        shape = grid[1] * pair_n, product.sums, grid[0] * pair_m * tile.m
+        outs = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+        columns = [jnp.pad(v, (0, shape[-1] - v.shape[0])) for v in columns]
     tile, scratch = _shared_memory(product, tile, products, lhs[0].dtype, tiles, len(held))
-    count = -(-m // (tile.m * pair_m)) * -(-n // (tile.n * pair_n))
-    counts = tuple(len(v) for v in (lhs, rhs, rows, tiles, held))
+    count = math.prod(grid)
+    counts = tuple(len(v) for v in (lhs, rhs, rows, columns, tiles, held))
     results = launch_kernel(
         functools.partial(_kernel, product, tile, (m, n, k), counts),
         out_type=tuple(outs),
@@ -133,7 +144,7 @@ def matmul(
         kernel_name=product.name,
         approx_math=True,  # results have 16 bits
         **({"cluster": (pair,), "cluster_names": (PAIR,)} if pair > 1 else {}),
-    )(*lhs, *rhs, *rows, *tiles, *held)
+    )(*lhs, *rhs, *rows, *columns, *tiles, *held)
     results = [*(jax.freeze(r) for r in held), *results]
     return away_from_slices(results) if held else results
 
@@ -174,6 +185,8 @@ def _shared_memory(
         t: swizzled(CONSUMERS, 2, 64, box, dtype=jnp.dtype(t))
         for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
     }
+    if product.sums:
+        scratch["outs"] = plgpu.SMEM((CONSUMERS, 2, product.sums, BOX), jnp.float32)
     barrier: Any = plgpu.Barrier
     if tile.share is not None:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
@@ -206,7 +219,7 @@ class Shared:
     Attributes:
       a_slots, b_slots: rings of operands' tiles, (stages, ...) and (products, stages, ...).
       full, empty: barriers per stage: its tiles have arrived, and have been multiplied.
-      outs: two slots per warpgroup and dtype, through which results are stored.
+      outs: two slots per warpgroup and dtype, or of sums, through which results are stored.
       in_slots: boxes of the epilogue's tiles.
       held_slots: boxes of the accumulators, where they are fetched.
       loaded: barriers per box: its epilogue's inputs have arrived.
@@ -216,7 +229,7 @@ class Shared:
     b_slots: Any
     full: Any
     empty: Any
-    outs: dict[str, Any]
+    outs: Any
     in_slots: Any = None
     held_slots: Any = None
     loaded: Any = None
@@ -232,11 +245,11 @@ def _kernel(
 ) -> None:
     """Computes `product` for sizes (m, n, k).
 
-    `refs` are a, b, rows, tiles and accumulators, `counts` of each, and then the other results;
-    `scratch` is as in :class:`Shared`.
+    `refs` are a, b, rows, columns, tiles and accumulators, `counts` of each, and then the other
+    results; `scratch` is as in :class:`Shared`.
     """
     ends = list(itertools.accumulate(counts[:-1]))
-    lhs, rhs, rows, tiles, outs = (
+    lhs, rhs, rows, of_rows, tiles, outs = (
         refs[first:last] for first, last in zip([0, *ends], [*ends, None], strict=True)
     )
     m, n, k = sizes
@@ -251,8 +264,9 @@ def _kernel(
         lhs=matrices(lhs),
         rhs=matrices(rhs),
         rows=rows,
+        columns=of_rows,
         tiles=tiles,
-        outs=matrices(outs),
+        outs=[Matrix(outs[0], None)] if product.sums else matrices(outs),
         held=counts[-1],
         shared=Shared(**scratch),
         depth=-(-k // tile.k),
@@ -280,7 +294,7 @@ class _ProductBlock:
     """A block's share of a product: every `clusters`-th tile of the result from `first` on.
 
     Attributes:
-      lhs, rhs, rows, tiles, outs: arrays; the first `held` results are accumulators.
+      lhs, rhs, rows, columns, tiles, outs: arrays; the first `held` results are accumulators.
       depth: steps of the contraction.
       grid: rows and columns of tiles, or of pairs of tiles where blocks are paired.
       in_pair: the block's index in its pair.
@@ -291,6 +305,7 @@ class _ProductBlock:
     lhs: list[Matrix]
     rhs: list[Matrix]
     rows: Sequence[Any]
+    columns: Sequence[Any]
     tiles: Sequence[Any]
     outs: list[Matrix]
     held: int
@@ -382,7 +397,8 @@ class _ProductBlock:
         accumulator = ACCUMULATOR((self.tile.own, self.tile.n), jnp.float32)
         accumulators = [accumulator] * len(self.terms[0][1])
         products = pl.run_scoped(functools.partial(self.multiply, i), *accumulators)
-        self.finish(i, row, column, products)
+        finish = self.finish_sums if self.product.sums else self.finish
+        finish(i, row, column, products)
 
     def prefetch(self, row: Any, column: Any) -> None:
         """Fetches the epilogue's inputs for a tile, box by box."""
@@ -452,6 +468,30 @@ class _ProductBlock:
             results = self.product.epilogue(parts, rows, tiles)
             for o, result in enumerate(results):
                 self.store(o, result, box, (row, column), stored)
+
+    def finish_sums(self, i: Any, row: Any, column: Any, products: Sequence[Any]) -> None:
+        """Runs the epilogue on the rows of a tile, 64 at a time, and stores their sums."""
+        shared, tile, out = self.shared, self.tile, self.outs[0].ref
+        boxes = range(0, tile.n, BOX)
+        halves = range(0, tile.own, BOX)
+        for number, r in enumerate(halves):
+            of_rows = [
+                plgpu.load(ref.at[pl.ds(row + r, BOX)], layout=ROWS, optimized=False)
+                for ref in self.columns
+            ]
+            sums = self.product.epilogue(
+                [products[0][r : r + BOX, c : c + BOX] for c in boxes],
+                [[columns(ref, column + c) for ref in self.rows] for c in boxes],
+                of_rows,
+                column,
+            )
+            slot = shared.outs.at[self.warpgroup, lax.rem(i * len(halves) + number, 2)]
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            for s, value in enumerate(sums):
+                slot[s] = value
+            plgpu.commit_smem()
+            to = out.at[lax.div(column, tile.n), :, pl.ds(row + r, BOX)]
+            plgpu.copy_smem_to_gmem(slot, to)
 
     def stores(self, dtype: str) -> int:
         """Number of stores per tile through the slots of `dtype`."""

@@ -20,7 +20,7 @@ from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_fact
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
 from jaxkern.ops.linear.kernel import Product, matmul
-from jaxkern.ops.linear.tiles import faster, tile_for
+from jaxkern.ops.linear.tiles import ProductTile, faster, tile_for
 
 _ROWS, _COLUMNS = 8, 64
 """Units of an array's first and last size that TMA can copy."""
@@ -264,11 +264,16 @@ def launch(
     rows: Sequence[jax.Array] = (),
     tiles: Sequence[jax.Array] = (),
     accumulators: Sequence[jax.Array] = (),
+    columns: Sequence[jax.Array] = (),
+    tile: ProductTile | None = None,
 ) -> list[jax.Array] | None:
-    """Launches :func:`matmul` for any sizes, padded; None where plain JAX computes the product."""
+    """Launches :func:`matmul` for any sizes, padded; None where plain JAX computes the product.
+
+    The tile is the measured one by default.
+    """
     k, m = lhs[0].shape if product.lhs_transposed else lhs[0].shape[::-1]
     n = rhs[0].shape[0 if product.rhs_transposed else -1]
-    tile = tile_for(product.name, mode, m, n, k)
+    tile = tile or tile_for(product.name, mode, m, n, k)
     if tile is None:
         return None
 
@@ -290,10 +295,13 @@ def launch(
         tile,
         [padded(a, *a_shape) for a in lhs],
         [padded(b, *b_shape) for b in rhs],
-        [padded(r, -(-n // _COLUMNS) * _COLUMNS) for r in rows],
+        [padded(r, max(r.size, -(-n // _COLUMNS) * _COLUMNS)) for r in rows],
         [padded(t, m_fit, n_fit) for t in tiles],
         [padded(a, m_fit, n_fit) for a in accumulators],
+        columns,
     )
+    if product.sums:
+        return outs
     return [out if out.shape[:: out.ndim - 1] == (m, n) else out[:m, ..., :n] for out in outs]
 
 

@@ -1,0 +1,103 @@
+"""The kernel of a loss without gradient: the sums of logits, in the epilogue of their product.
+
+The logits of a tile, 128 rows of 256 classes, are never stored: a tile gives of each row the largest
+of them, the sum of exponentials relative to it, the label's logit and, with smoothing, the sum of
+all, 12 or 16 bytes in place of 512. XLA joins the tiles. The logits are not rounded to 16 bits on
+the way, as those that a gradient needs are.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkern.core.dispatch import Mode
+from jaxkern.mosaic.arithmetic import LOG2E
+from jaxkern.mosaic.wgmma import TILE, over_rows
+from jaxkern.ops.cross_entropy.reference import LossOptions, Sums, position_of
+from jaxkern.ops.linear import products
+from jaxkern.ops.linear.kernel import Product
+from jaxkern.ops.linear.tiles import BOX, ProductTile
+
+_TILE = ProductTile(128, 256, 64, 4, "rhs", 8)
+_INTERPRETED = ProductTile(128, 128, 64, 2, None)
+
+LEAST = 1024, 8192
+"""Rows and classes of which the kernel is faster than logits in memory."""
+
+
+def fits(x: Any, weight: Any) -> bool:
+    """Whether the kernel multiplies these types, (..., K) and (K, V), without a copy of another."""
+    return x.size > 0 and products.unsupported(x=x) is None and weight.dtype == x.dtype
+
+
+def is_faster(x: Any, weight: Any) -> bool:
+    """Whether the kernel takes less time than XLA's product and the kernel of logits."""
+    rows, classes = LEAST
+    return fits(x, weight) and products.row_count(x) >= rows and weight.shape[1] >= classes
+
+
+def sums_of_product(
+    options: LossOptions, mode: Mode, x: Any, weight: Any, bias: Any, labels: Any, before: Any
+) -> Sums:
+    """Sums of the rows of ``x @ weight + bias``, (..., K) and (K, V), whose first class is `before`.
+
+    Those of ignored rows are of no use.
+    """
+    tile = _INTERPRETED if mode == "interpret" else _TILE
+    classes = weight.shape[1]
+    position = position_of(labels, options.terms.ignored, before, classes)
+    count = 4 if options.terms.smoothing else 3
+    partly = classes if classes % tile.n else None
+    epilogue = functools.partial(_sums_of_tile, options, partly)
+    product = Product(False, False, ("float32",), epilogue, "linear_cross_entropy_fwd", sums=count)
+    operands = [products.flat(x)], [weight]
+    rows = [] if bias is None else [jnp.pad(bias.astype(jnp.float32), (0, -classes % tile.n))]
+    columns = [position.reshape(-1)]
+    outs = products.launch(product, mode, *operands, rows, columns=columns, tile=tile)
+    assert outs is not None
+    each = outs[0][:, :, : position.size].reshape(-1, count, *position.shape)
+    tiles = Sums(*(each[:, i] for i in range(count)), *[jnp.zeros_like(each[:, 0])] * (4 - count))
+    largest = jnp.max(tiles.largest, axis=0)
+    return Sums(largest, *(jnp.sum(v, axis=0) for v in tiles.relative_to(largest)[1:]))
+
+
+def _sums_of_tile(
+    options: LossOptions,
+    classes: int | None,
+    boxes: Sequence[Any],
+    rows: Sequence[Sequence[Any]],
+    columns: Sequence[Any],
+    first: Any,
+) -> list[Any]:
+    """Numbers (64,) of the rows of `boxes`, (64, 64) each, which begin at class `first`.
+
+    `rows` have the bias, `columns` the labels' places; `classes` is how many there are, if the last
+    tile has more.
+    """
+    terms, (position,) = options.terms, columns
+    tanh = products.in_epilogue().tanh
+    number = plgpu.broadcasted_iota(jnp.int32, (BOX, BOX), 1, layout=TILE)
+
+    def there(c: int, v: Any, other: float) -> Any:
+        """The c-th box, with `other` beyond the last class."""
+        return v if classes is None else jnp.where(number < classes - (first + c * BOX), v, other)
+
+    biased = (b + r[0] if r else b for b, r in zip(boxes, rows, strict=True))
+    capped = [*enumerate(terms.capped(b, tanh) for b in biased)]
+    add = functools.partial(functools.reduce, jnp.add)
+    largest = jnp.max(functools.reduce(jnp.maximum, (there(c, v, -jnp.inf) for c, v in capped)), 1)
+    base = over_rows(jnp.where(jnp.abs(largest) < jnp.inf, largest, 0.0) * LOG2E, BOX)
+    sums = [
+        add(jnp.exp2(there(c, v, -jnp.inf) * LOG2E - base) for c, v in capped),
+        add(
+            jnp.where(number == over_rows(position - (first + c * BOX), BOX), v, 0.0)
+            for c, v in capped
+        ),
+    ]
+    if terms.smoothing:
+        sums.append(add(there(c, v, 0.0) for c, v in capped))
+    return [largest, *(jnp.sum(v, axis=1) for v in sums)]
