@@ -1,16 +1,15 @@
 """The kernel of a loss without gradient: the sums of logits, in the epilogue of their product.
 
-The logits of a tile, 128 rows of 256 classes, are never stored: a tile gives of each row the largest
-of them, the sum of exponentials relative to it, the label's logit and, with smoothing, the sum of
-all, 12 or 16 bytes in place of 512. XLA joins the tiles. The logits are not rounded to 16 bits on
-the way, as those that a gradient needs are.
+The logits of a tile, 128 rows of 256 classes, are not stored: of each row a tile gives the largest
+logit, the sum of exponentials relative to it, the label's logit and, with smoothing, the sum of
+all, 12 or 16 bytes in place of 512. XLA joins the tiles. The logits stay in fp32, where those that
+a gradient needs are rounded to 16 bits.
 """
 
 import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -43,9 +42,10 @@ def is_faster(x: Any, weight: Any) -> bool:
 def sums_of_product(
     options: LossOptions, mode: Mode, x: Any, weight: Any, bias: Any, labels: Any, before: Any
 ) -> Sums:
-    """Sums of the rows of ``x @ weight + bias``, (..., K) and (K, V), whose first class is `before`.
+    """Sums of the rows of ``x @ weight + bias``, (..., K) and (K, V).
 
-    Those of ignored rows are of no use.
+    `before` is the number of classes before the first of `weight`. Sums of ignored rows are of no
+    use.
     """
     tile = _INTERPRETED if mode == "interpret" else _TILE
     classes = weight.shape[1]

@@ -47,6 +47,7 @@ _SLOT = 64 * SWIZZLE
 _BARRIERS = 1024
 """Bytes of shared memory that are left for barriers."""
 
+
 @dataclasses.dataclass(frozen=True)
 class Product:
     """Products a · b and their epilogue.
