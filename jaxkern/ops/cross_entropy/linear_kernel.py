@@ -53,9 +53,9 @@ def sums_of_product(
     count = 4 if options.terms.smoothing else 3
     partly = classes if classes % tile.n else None
     epilogue = functools.partial(_sums_of_tile, options, partly)
+    rows = [] if bias is None else [jnp.pad(bias.astype(jnp.float32), (0, -classes % tile.n))]
     product = Product(False, False, ("float32",), epilogue, "linear_cross_entropy_fwd", sums=count)
     operands = [products.flat(x)], [weight]
-    rows = [] if bias is None else [jnp.pad(bias.astype(jnp.float32), (0, -classes % tile.n))]
     columns = [position.reshape(-1)]
     outs = products.launch(product, mode, *operands, rows, columns=columns, tile=tile)
     assert outs is not None
@@ -81,23 +81,19 @@ def _sums_of_tile(
     terms, (position,) = options.terms, columns
     tanh = products.in_epilogue().tanh
     number = plgpu.broadcasted_iota(jnp.int32, (BOX, BOX), 1, layout=TILE)
-
-    def there(c: int, v: Any, other: float) -> Any:
-        """The c-th box, with `other` beyond the last class."""
-        return v if classes is None else jnp.where(number < classes - (first + c * BOX), v, other)
-
-    biased = (b + r[0] if r else b for b, r in zip(boxes, rows, strict=True))
-    capped = [*enumerate(terms.capped(b, tanh) for b in biased)]
     add = functools.partial(functools.reduce, jnp.add)
-    largest = jnp.max(functools.reduce(jnp.maximum, (there(c, v, -jnp.inf) for c, v in capped)), 1)
+    known, chosen = [], []
+    for c, (box, row) in enumerate(zip(boxes, rows, strict=True)):
+        v = terms.capped(box + row[0] if row else box, tanh)
+        before = first + c * BOX
+        chosen.append(jnp.where(number == over_rows(position - before, BOX), v, 0.0))
+        known.append(v if classes is None else jnp.where(number < classes - before, v, -jnp.inf))
+    chosen = add(chosen)
+    largest = jnp.max(functools.reduce(jnp.maximum, known), axis=1)
     base = over_rows(jnp.where(jnp.abs(largest) < jnp.inf, largest, 0.0) * LOG2E, BOX)
-    sums = [
-        add(jnp.exp2(there(c, v, -jnp.inf) * LOG2E - base) for c, v in capped),
-        add(
-            jnp.where(number == over_rows(position - (first + c * BOX), BOX), v, 0.0)
-            for c, v in capped
-        ),
-    ]
+    sums = [add(jnp.exp2(v * LOG2E - base) for v in known), chosen]
     if terms.smoothing:
-        sums.append(add(there(c, v, 0.0) for c, v in capped))
+        sums.append(
+            add(known if classes is None else (jnp.where(v > -jnp.inf, v, 0.0) for v in known))
+        )
     return [largest, *(jnp.sum(v, axis=1) for v in sums)]
