@@ -39,6 +39,9 @@ class NormForwardTile:
         where the first ones share all tiles.
       sums_ahead: whether a row's sums are sent before the row before is finished, which is then
         read from shared memory once more.
+      keep: whether a tile stays in registers from its statistics to its output, or is read for each
+        of its sums and for its output, from shared memory if `stages`. That takes 26 to 40
+        registers whatever the row, where a row in registers takes up to 255, and few blocks fit.
     """
 
     rows: ShortRows | LongRow
@@ -47,10 +50,11 @@ class NormForwardTile:
     params_in: ParamsIn = "registers"
     waves: tuple[int, ...] = ()
     sums_ahead: bool = False
+    keep: bool = True
 
     def __post_init__(self) -> None:
         assert self.params_in != "shared" or isinstance(self.rows, LongRow), self
-        assert self.clusters or not (self.stages or self.waves or self.sums_ahead), self
+        assert self.clusters or not (self.waves or self.sums_ahead), self
         assert self.stages or not self.sums_ahead, self
 
     def num_clusters(self, m: int) -> int:
