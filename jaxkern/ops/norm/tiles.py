@@ -159,6 +159,8 @@ def forward(s: NormSizes) -> NormForwardTile:
         # Too few rows for all multiprocessors: each goes to as many warpgroups as 8 elements a lane
         # make, of up to 8 to a block.
         return _forward_clusters(s, s.long_row(8, 32, 8))
+    if again := _read_again(s):
+        return again
     if s.long_row(per_lane, 32, 4).blocks > 1:
         return _forward_longest(s, per_lane)
     one, alone = len(s.params) < 2, not s.plain and len(s.streams) == 1
@@ -226,6 +228,19 @@ def _forward_clusters(s: NormSizes, rows: LongRow, several: bool = False) -> Nor
         return NormForwardTile(rows, clusters, stages if several else 3, sums_ahead=True)
     # 65536: 90, 87 by two rows on their way; 87 with one parameter by more.
     return NormForwardTile(rows, clusters, 2)
+
+
+def _read_again(s: NormSizes) -> NormForwardTile | None:
+    """A block a row, which is copied to shared memory and read there for each use.
+
+    Up to 16384 elements, of which four blocks fit a multiprocessor and leave the L1 cache room for
+    the parameters, which every row reads.
+    """
+    rows = s.long_row(32, 8, 4)
+    chosen = s.plain and len(s.streams) == 1 and (s.n > 8192 or s.streams[0] == 4)
+    if not (chosen and s.boxed and rows.blocks == 1):
+        return None
+    return NormForwardTile(rows, stages=1, params_in="global", keep=False)
 
 
 def _rereading(s: NormSizes, per_lane: int) -> LongRow:
