@@ -19,7 +19,7 @@ from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.norm import tiles
 from jaxkern.ops.norm.kernel import launch_fwd
 from jaxkern.ops.norm.reference import NormOptions
-from jaxkern.ops.norm.rows import long_row
+from jaxkern.ops.norm.rows import LongRow, RowWindows, long_row
 from tests import check
 from tests.check import PLAIN
 from tests.test_activations import cases, exhaustive, oracle_of
@@ -352,6 +352,24 @@ def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
         tile = tiles.NormForwardTile(row, 2, stages, params_in, waves, sums_ahead)
         got = launch_fwd(NormOptions(*options), **arrays, tile=tile)[:2]
     want = jaxkern.layer_norm(**arrays, implementation="xla")
+    for a, b in zip(got, want, strict=True):
+        check.assert_close(a, b, 1e-6)
+
+
+@pytest.mark.parametrize("n", [2048, 1792])
+@pytest.mark.parametrize(("stages", "clusters"), [(1, 0), exhaustive(0, 0), exhaustive(2, 2)])
+@EACH
+def test_forward_reads_again(op, n, stages, clusters):
+    """A row is not held in registers, but read for each of its sums and for its output."""
+    arrays = inputs(op, (5, n), "float32", "residual gate")
+    dtype = "float32"
+    options = op, op == "layer_norm", 1e-5, 0.0, None, "silu", True, n, dtype, dtype, "interpret"
+    with check.in_kernels():
+        row = LongRow(RowWindows(n, 512, 4, 4), n, 2, 1)
+        tile = tiles.NormForwardTile(row, clusters, stages, "global", keep=False)
+        named = {"bias": None} | arrays
+        got = launch_fwd(NormOptions(*options), **named, tile=tile)[:2]
+    want = OPS[op](**arrays, eps=1e-5, implementation="xla")
     for a, b in zip(got, want, strict=True):
         check.assert_close(a, b, 1e-6)
 

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.arithmetic import once_read, unknown_zero, widened
-from jaxkern.mosaic.lanes import computed_here, store, sync_block, sync_warpgroup
+from jaxkern.mosaic.lanes import computed_here, store, sync_block, sync_warp, sync_warpgroup
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel, launch_named, num_sms
 from jaxkern.mosaic.ring import close_copies, copy_barriers, start_copy, wait_for_copy
 from jaxkern.ops.curves import WITHOUT_EXPONENTIALS, Functions, kernel_functions
@@ -129,7 +129,7 @@ class TileStream:
 
     def refill(self, k: Any) -> None:
         """Starts the copies into the stage of the `k`-th tile, which no lane reads any more."""
-        if self.tile.stages:
+        if self.tile.stages and self.tile.clusters:
             sync_warpgroup()
             self._fetch(k + self.tile.stages)
 
@@ -415,22 +415,19 @@ class _Forward:
 
     def one_tile(self) -> None:
         """Loads the tile before the parameters: it takes longest."""
-        held = self._load(0, self.regs.windows)
-        self._store_h(0, self.regs.windows, held)
+        self.stream.start()
+        held = self._held(0)
         self._prepare()
         self._finish(0, held)
 
     def tiles(self) -> None:
-        """Holds each tile in registers from its statistics to its output."""
+        """Finishes each tile before it turns to the next."""
         self.stream.start()
         self._prepare()
 
         @pl.loop(0, self.stream.steps)
         def _(k):
-            self.stream.wait(k)
-            held = self._load(k, self.regs.windows)
-            self._store_h(k, self.regs.windows, held)
-            self._finish(k, held)
+            self._finish(k, self._held(k))
 
     def tiles_with_sums_ahead(self) -> None:
         """Sends the sums of the next tile before it finishes one, which it then loads again."""
@@ -453,6 +450,15 @@ class _Forward:
         self.params = Params(self.block)
         self.regs.prepare()
 
+    def _held(self, k: Any) -> list[_ForwardWindow] | None:
+        """A tile's windows, where they stay in registers."""
+        if not self.block.tile.keep:
+            return None
+        self.stream.wait(k)
+        held = self._load(k, self.regs.windows)
+        self._store_h(k, self.regs.windows, held)
+        return held
+
     def _load(self, k: Any, windows: Iterable[int]) -> list[_ForwardWindow]:
         read = self.stream.read
         x, residual, gate = ([read(name, k, j) for j in windows] for name in _FORWARD_STREAMS)
@@ -466,16 +472,31 @@ class _Forward:
 
     def _send_statistics(self, k: Any) -> None:
         self.stream.wait(k)
-        held = self._load(k, self.regs.windows)
-        self.regs.send_statistics(k, [w.v for w in held], self.options.centered)
+        held = [w.v for w in self._load(k, self.regs.windows)]
+        self.regs.send_statistics(k, lambda: held, self.options.centered)
 
-    def _finish(self, k: Any, held: list[_ForwardWindow]) -> None:
-        """Computes the output of a tile from its windows in registers."""
-        found = self.regs.statistics(k, [w.v for w in held], self.options.centered)
+    def _finish(self, k: Any, held: list[_ForwardWindow] | None) -> None:
+        """Computes a tile's output from its windows in registers, or reads them for each use."""
+
+        def values() -> list[Any]:
+            if held:
+                return [w.v for w in held]
+            sync_warp()  # or the compiler would keep what was read before
+            return [w.v for w in self._load(k, self.regs.windows)]
+
+        if not held:
+            self.stream.wait(k)
+        found = self.regs.statistics(k, values, self.options.centered)
         mean, rstd = self._store_statistics(k, *found)
-        self.stream.refill(k)
-        for j, window in enumerate(held):
+        if held:
+            self.stream.refill(k)
+        for j in self.regs.windows:
+            window = held[j] if held else self._load(k, [j])[0]
+            if not held:
+                self._store_h(k, [j], [window])
             self._store_out(k, j, window, mean, rstd)
+        if not held:
+            self.stream.refill(k)
 
     def _store_h(self, k: Any, windows: Iterable[int], held: list[_ForwardWindow]) -> None:
         for j, window in zip(windows, held, strict=True):

@@ -7,6 +7,7 @@ exchange in shared memory. Short rows are several to a block, each within one wa
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,6 +40,9 @@ from jaxkern.mosaic.lanes import (
 )
 from jaxkern.mosaic.launch import LANES, clusters, grid_axes
 from jaxkern.mosaic.registers import VECTOR_BYTES
+
+Values = Callable[[], list[jax.Array]]
+"""Gives what is normalised, by windows in fp32: held in registers, or read by every call."""
 
 # Windows of a long row
 
@@ -375,8 +379,10 @@ class LongRowRegisters:
         self.exchange.prepare(self.smem)
 
     def _index(self, j: int) -> Any:
-        """Index of window `j` in the row."""
-        return self.rank * self.row.windows_per_warpgroup + j
+        """Index of window `j` in the row; those that may overlap another are each rank's last."""
+        if self.row.disjoint:
+            return self.rank * self.row.windows_per_warpgroup + j
+        return j * self.exchange.participants + self.rank
 
     def _start(self, j: int) -> Any:
         size = self.cover.size
@@ -435,7 +441,7 @@ class LongRowRegisters:
         May be added up over windows before :meth:`row_sums`.
         """
         w, row = self.cover, self.row
-        if not row.disjoint or row.n < w.n:
+        if (j + 1) * self.exchange.participants * w.size > row.n:  # some rank's is not its own
             column = plgpu.broadcasted_iota(jnp.int32, (w.size,), 0, layout=w.layout)
             column = column + w.start(self._index(j))
             kept = column >= self._index(j) * w.size
@@ -449,28 +455,28 @@ class LongRowRegisters:
         self._send_sums(k, values)
         return [self._received_sum(k, i) for i in range(len(values))]
 
-    def statistics(self, k: Any, values: list[jax.Array], centered: bool) -> tuple[Any, jax.Array]:
+    def statistics(self, k: Any, values: Values, centered: bool) -> tuple[Any, jax.Array]:
         """The row's mean, None if not `centered`, and the mean square of what differs from it."""
         if centered and not self._equal_lanes:
-            mean = self.row_sums(2 * k, [self._lane_total(values)])[0] * (1 / self.row.n)
-            apart = [v - mean for v in values]
+            mean = self.row_sums(2 * k, [self._lane_total(values())])[0] * (1 / self.row.n)
+            apart = [v - mean for v in values()]
             squares = self._lane_total([v * v for v in apart])
             return mean, self.row_sums(2 * k + 1, [squares])[0] * (1 / self.row.n)
         self.send_statistics(k, values, centered)
         return self.receive_statistics(k, centered)
 
-    def send_statistics(self, k: Any, values: list[jax.Array], centered: bool) -> None:
+    def send_statistics(self, k: Any, values: Values, centered: bool) -> None:
         """Sends what the other warps need for :meth:`receive_statistics`."""
         if not centered:
-            self._send_sums(k, [self._lane_total([v * v for v in values])])
+            self._send_sums(k, [self._lane_total([v * v for v in values()])])
             return
         # Each warp sends the mean of its elements and the squares around that. However far it is
         # from the row's mean, nothing is lost: the difference is added when they are received.
         assert self._equal_lanes
         vec = self.cover.vec
-        [mean] = sum_lanes([sum_in_lanes(values, vec)], _LANES_OF_A_WARP)
+        [mean] = sum_lanes([sum_in_lanes(values(), vec)], _LANES_OF_A_WARP)
         mean = mean * (1 / self._per_warp)
-        [squares] = sum_lanes([squares_in_lanes(values, mean, vec)], _LANES_OF_A_WARP)
+        [squares] = sum_lanes([squares_in_lanes(values(), mean, vec)], _LANES_OF_A_WARP)
         self.exchange.send(self.smem, self.rank, k, alternate_lanes(mean, squares), 2)
 
     def receive_statistics(self, k: Any, centered: bool) -> tuple[Any, jax.Array]:
@@ -695,11 +701,11 @@ class ShortRowRegisters:
         del k
         return [jnp.sum(v, axis=1) for v in values]
 
-    def statistics(self, k: Any, values: list[jax.Array], centered: bool) -> tuple[Any, jax.Array]:
-        [value], mean = values, None
+    def statistics(self, k: Any, values: Values, centered: bool) -> tuple[Any, jax.Array]:
+        [value], mean = values(), None
         if centered:
             mean = self.row_sums(k, [value])[0] * (1 / self.rows.size)
-            value = value - self.broadcast(mean)
+            value = values()[0] - self.broadcast(mean)
         return mean, self.row_sums(k, [value * value])[0] * (1 / self.rows.size)
 
     def broadcast(self, value: jax.Array) -> jax.Array:

@@ -39,6 +39,9 @@ class NormForwardTile:
         where the first ones share all tiles.
       sums_ahead: whether a row's sums are sent before the row before is finished, which is then
         read from shared memory once more.
+      keep: whether a tile stays in registers from its statistics to its output, or is read for each
+        of its sums and for its output, from shared memory if `stages`. That takes 26 to 40
+        registers whatever the row, where a row in registers takes up to 255, and few blocks fit.
     """
 
     rows: ShortRows | LongRow
@@ -47,10 +50,11 @@ class NormForwardTile:
     params_in: ParamsIn = "registers"
     waves: tuple[int, ...] = ()
     sums_ahead: bool = False
+    keep: bool = True
 
     def __post_init__(self) -> None:
         assert self.params_in != "shared" or isinstance(self.rows, LongRow), self
-        assert self.clusters or not (self.stages or self.waves or self.sums_ahead), self
+        assert self.clusters or not (self.waves or self.sums_ahead), self
         assert self.stages or not self.sums_ahead, self
 
     def num_clusters(self, m: int) -> int:
@@ -155,6 +159,8 @@ def forward(s: NormSizes) -> NormForwardTile:
         # Too few rows for all multiprocessors: each goes to as many warpgroups as 8 elements a lane
         # make, of up to 8 to a block.
         return _forward_clusters(s, s.long_row(8, 32, 8))
+    if again := _read_again(s):
+        return again
     if s.long_row(per_lane, 32, 4).blocks > 1:
         return _forward_longest(s, per_lane)
     one, alone = len(s.params) < 2, not s.plain and len(s.streams) == 1
@@ -222,6 +228,19 @@ def _forward_clusters(s: NormSizes, rows: LongRow, several: bool = False) -> Nor
         return NormForwardTile(rows, clusters, stages if several else 3, sums_ahead=True)
     # 65536: 90, 87 by two rows on their way; 87 with one parameter by more.
     return NormForwardTile(rows, clusters, 2)
+
+
+def _read_again(s: NormSizes) -> NormForwardTile | None:
+    """A block a row, which is copied to shared memory and read there for each use.
+
+    Up to 16384 elements, of which four blocks fit a multiprocessor and leave the L1 cache room for
+    the parameters, which every row reads.
+    """
+    rows = s.long_row(32, 8, 4)
+    chosen = s.plain and len(s.streams) == 1 and (s.n > 8192 or s.streams[0] == 4)
+    if not (chosen and s.boxed and rows.blocks == 1):
+        return None
+    return NormForwardTile(rows, stages=1, params_in="global", keep=False)
 
 
 def _rereading(s: NormSizes, per_lane: int) -> LongRow:
