@@ -115,28 +115,48 @@ def test_causal_conv1d_reaches_a_window(implementation, end):
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(3, "float32"), (4, "bfloat16"), exhaustive(1, "float32")]
+    ("size", "dtype", "implementation"),
+    [
+        ((2, 5, 3, 3), "float32", None),
+        ((2, 5, 3, 4), "bfloat16", None),
+        ((2, 5, 384, 4), "bfloat16", "mosaic"),
+        exhaustive((2, 5, 3, 1), "float32", None),
+        exhaustive((2, 5, 128, 2), "float32", "mosaic"),
+        exhaustive((3, 9, 1024, 8), "float16", "mosaic"),
+    ],
 )
-def test_causal_conv1d_is_its_steps(width, dtype):
+@pytest.mark.gpu
+def test_causal_conv1d_is_its_steps(size, dtype, implementation):
     """Outputs, the last inputs and, in fp32, the gradients of every argument."""
-    arrays = inputs(2, 5, 3, width, dtype)
+    arrays, width = inputs(*size, dtype), size[-1]
+    options = {"activation": "silu", "implementation": implementation}
 
     def stepped(x, weight, bias, state):
-        outs = []
+        outs, states = [], jnp.stack([state, state])  # of two layers
         for t in range(x.shape[1]):
-            out, state = jaxkern.causal_conv1d_step(state, x[:, t], weight, bias, activation="silu")
+            token = x[:, t], weight, bias
+            out, states = jaxkern.causal_conv1d_step(states, *token, layer=1, **options)
             outs.append(out)
-        return jnp.stack(outs, 1), state
+        return jnp.stack(outs, 1), states
 
     whole = functools.partial(convolve, return_final_state=True)
-    (out, after), (want, final) = (jax.jit(f)(*arrays) for f in (stepped, whole))
+    want, final = jax.jit(whole)(*arrays)
+    with check.running(implementation):
+        out, (untouched, after) = jax.jit(stepped)(*arrays)
+        x, weight, bias, state = arrays
+        many = jax.vmap(lambda x, state: stepped(x, weight, bias, state))(x[None], state[None])
     assert out.dtype == after.dtype == final.dtype == arrays[0].dtype
     check.assert_close(out, want, 1e-6 if dtype == "float32" else 4e-3)
     np.testing.assert_array_equal(after, final)
-    np.testing.assert_array_equal(final, arrays[0][:, 5 - (width - 1) :])
+    np.testing.assert_array_equal(final, arrays[0][:, size[1] - (width - 1) :])
+    np.testing.assert_array_equal(untouched, arrays[3])
+    check.assert_close(many, (out[None], jnp.stack([untouched, after])[None]), 1e-6)
     if dtype == "float32":
+        of_last = lambda *a: (lambda out, states: (out, states[1]))(*stepped(*a))
         grads = lambda f: check.value_and_grads(f, arrays, arrays[::3])[1]
-        check.assert_close(grads(stepped), grads(whole), 1e-6)
+        with check.running(implementation):
+            got = grads(of_last)
+        check.assert_close(got, grads(whole), 1e-6)
 
 
 def test_causal_conv1d_of_too_many_taps():

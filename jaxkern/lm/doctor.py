@@ -180,8 +180,6 @@ def _memory() -> str:
 def _choice(name: str) -> tuple[str, str]:
     """Returns what an op runs on the default device, and why not another implementation."""
     run = _RUNS.get(name) or getattr(jaxkern, name)
-    if name == "causal_conv1d_step":
-        return "xla", "it has no kernel: XLA fuses it"
     types = [_type(text) for text in CALLS[name]]
     if "mosaic_gpu" in jax.jit(lambda *args: run(*args)).lower(*types).as_text():
         return "mosaic", 'kernels; "xla" is there too, and slower'

@@ -315,7 +315,12 @@ def delta_net_step(
     at = np.cumsum([sizes.d_convolved, sizes.d_inner if wide_gate else 0])
     u, z, small = jnp.split(projected, at, axis=-1)
     convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu", layer=layer
+        cache.conv,
+        u,
+        *common.conv_filter(weights, u.dtype),
+        activation="silu",
+        layer=layer,
+        implementation=common.implementation_of_products(implementation),
     )
     q, k, v = jnp.split(convolved, [sizes.d_keys, 2 * sizes.d_keys], axis=-1)
     z, g, beta = _gates(weights, sizes, z, small, project)

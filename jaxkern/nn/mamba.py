@@ -227,7 +227,12 @@ def mamba_step(
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
     u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
     u, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu", layer=layer
+        cache.conv,
+        u,
+        *common.conv_filter(weights, u.dtype),
+        activation="silu",
+        layer=layer,
+        implementation=common.implementation_of_products(implementation),
     )
     arrays: Any = u, *_parameters(weights, sizes, u, project), z
     options: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True, "layer": layer}

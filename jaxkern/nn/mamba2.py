@@ -267,7 +267,12 @@ def mamba2_step(
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     z, u, dt = jnp.split(projected, at, axis=-1)
     convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv, u, *common.conv_filter(weights, u.dtype), activation="silu", layer=layer
+        cache.conv,
+        u,
+        *common.conv_filter(weights, u.dtype),
+        activation="silu",
+        layer=layer,
+        implementation=common.implementation_of_products(implementation),
     )
     u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(

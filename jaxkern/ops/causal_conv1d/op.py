@@ -53,17 +53,17 @@ from jaxkern.core.mesh import (
 )
 from jaxkern.mosaic.launch import LANES
 from jaxkern.ops import segments
+from jaxkern.ops.causal_conv1d import step
 from jaxkern.ops.causal_conv1d.kernel import launch_bwd, launch_fwd
 from jaxkern.ops.causal_conv1d.reference import (
     FINAL_STATES,
-    filtered,
     from_states,
     looks_back,
     reference_bwd,
     reference_fwd,
 )
 from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
-from jaxkern.ops.scan_options import check_layer, put_layer, take_layer
+from jaxkern.ops.scan_options import check_layer
 
 
 @final_state_op
@@ -197,6 +197,7 @@ def causal_conv1d_step(
     *,
     activation: Activation | None = None,
     layer: int | jax.Array | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     r"""Run :func:`causal_conv1d` for one token, to decode step by step.
 
@@ -210,8 +211,12 @@ def causal_conv1d_step(
       weight: (D, W), any floating dtype.
       bias: (D,), any floating dtype; ``None`` stands for zeros.
       activation: ``"silu"`` or ``None``.
-      layer: index of the layer of `state` to update; the others stay as they are. A traced index
-        out of range is clipped.
+      layer: index of the layer of `state` to update; the others stay as they are. In a loop over
+        layers that carries `state` the kernel then updates it in place, without a copy. A traced
+        index out of range is clipped.
+      implementation: ``"mosaic"`` for the Pallas GPU kernel (D a multiple of 128, W from 2 to 8),
+        whose gradients are computed in plain JAX; ``"xla"`` for plain JAX; ``None`` for the kernel
+        where it can take the call.
 
     Returns:
       The output, (B, D), the dtype of `x`; and the next state, the shape and dtype of `state`.
@@ -219,6 +224,7 @@ def causal_conv1d_step(
     Raises:
       TypeError: an argument is not an array of a real floating dtype, or `layer` no integer.
       ValueError: a shape does not fit, `activation` is unknown, or there is no such `layer`.
+      NotImplementedError: ``implementation="mosaic"`` cannot take this call.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
@@ -235,12 +241,12 @@ def causal_conv1d_step(
     (batch, dim), width = x.shape, weight.shape[1]
     before = (batch, width - 1, dim)
     number, states = check_layer(layer, state, before, "(B, W - 1, D) of x and weight")
-    own = take_layer(states, number)
-    taps = [*jnp.unstack(own, axis=1), x]
-    out = filtered(taps, weight, bias, activation).astype(x.dtype)
-    following = jnp.concatenate([own, x[:, None].astype(own.dtype)], axis=1)[:, 1:]
-    following = put_layer(states, number, following)
-    return out, following[0] if layer is None else following
+    mode = resolve(
+        implementation, step.unsupported(states, x, weight, bias), op="causal_conv1d_step"
+    )
+    options = ConvOptions(activation, mode)
+    out, states = step.STEP(options, states, number, x, weight, bias)
+    return out, states[0] if layer is None else states
 
 
 def _check(lead: tuple[str, ...], x, weight, bias, activation) -> tuple[Any, Any, Any]:
