@@ -18,7 +18,7 @@ from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import kernel, tiles
 from tests import check
 from tests.check import FOUR_DEVICES, PLAIN, combinations, mesh_of
-from tests.test_activations import CLAMPED, gated_plain, oracle_of
+from tests.test_activations import CLAMPED, exhaustive, gated_plain, oracle_of
 
 MEASURED = tiles.MEASURED
 DTYPES = ["bfloat16", "float16", "float32"]
@@ -366,6 +366,36 @@ def test_accumulator_split_otherwise_than_what_is_added():
 
 
 # The kernel, and when it is taken
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((1, 256, 40), "bfloat16"),
+        ((3, 1792, 24), "float16"),
+        exhaustive((4, 256, 16), "bfloat16"),
+        exhaustive((2, 128, 1544), "bfloat16"),
+    ],
+)
+@pytest.mark.gpu
+def test_few_rows(sizes, dtype):
+    """Up to four rows, under vmap, too; blocks that overlap; steps beyond a whole group."""
+    rows, inner, columns = sizes
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = (rows, inner), (inner, columns), (columns,)
+    arrays = [jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, shapes, strict=True)]
+    run = functools.partial(jaxkern.linear, implementation="mosaic")
+    plain = jaxkern.linear(*arrays, implementation="xla")
+    with check.running("mosaic"):
+        got = jax.jit(run)(*arrays)
+        each = jax.jit(jax.vmap(run, (0, None, None)))(arrays[0][:, None], *arrays[1:])
+        check.assert_same_bits(lambda: jax.jit(run)(*arrays))
+    x, weight, bias = (np.asarray(v, np.float64) for v in arrays)
+    assert got.dtype == dtype
+    for name, one in (("together", got), ("alone", each[:, 0])):
+        check.at_most_twice(name, one, plain, x @ weight + bias)
+    text = check.lowered(jaxkern.linear, *arrays)
+    assert "linear_few_rows" in text
 
 
 def test_epilogue_of_several_boxes():

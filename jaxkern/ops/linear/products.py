@@ -19,6 +19,7 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import gather, match_sharding, partition_spec, split_factors, varying
 from jaxkern.mosaic.wgmma import without_wgmma
 from jaxkern.ops.curves import Functions, curve, curve_value, kernel_functions
+from jaxkern.ops.linear import few_rows
 from jaxkern.ops.linear.kernel import Product, matmul
 from jaxkern.ops.linear.tiles import ProductTile, faster, tile_for
 
@@ -68,6 +69,9 @@ def in_epilogue() -> Functions:
 
 def kernel_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
     activation = options.activation
+    if activation is None and few_rows.fits(x, weight):
+        out = few_rows.launch(flat(x), weight, bias).reshape(*x.shape[:-1], weight.shape[1])
+        return out, out if options.save else None
 
     def epilogue(products: list[Any], rows: list[Any], tiles: list[Any]) -> list[Any]:
         del tiles
@@ -139,6 +143,8 @@ def reference_product(options: LinearOptions, x: Any, weight: Any, bias: Any) ->
 
 def faster_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> bool:
     del bias
+    if options.activation is None and few_rows.fits(x, weight):
+        return True
     return faster(_forward_name(options), row_count(x), weight.shape[1], weight.shape[0])
 
 
@@ -353,6 +359,12 @@ def plus_bias(y: Any, bias: Any) -> Any:
     of_y, of_bias = (jax.typeof(v).sharding.spec[-1] for v in (y, bias))
     bias = bias if of_bias == of_y else gather(bias, 0)
     return y + bias.astype(y.dtype)
+
+
+def unfit_forward(options: LinearOptions, x: Any, weight: Any, bias: Any) -> str | None:
+    """Reason why the forward's kernel cannot run on the GPU that a program is lowered for."""
+    few = options.activation is None and few_rows.fits(x, weight)
+    return None if few else unfit_for_gpu(options, x, weight, bias)
 
 
 def unfit_for_gpu(options: Any, *types: Any) -> str | None:
