@@ -84,10 +84,10 @@ POLICIES = {
 }
 """The results that a layer keeps for the backward."""
 
-_TOGETHER = 4
+_TOGETHER = 8
 """Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
-With 1, 2 and 4 a token of mamba2-130m in bf16 takes an H200 0.850, 0.802 and 0.771 ms, or for
-64 sequences 1.69, 1.60 and 1.54 (JAX 0.11.2)."""
+With 4 and 8 a token of mamba2-130m in bf16 takes an H100 0.818 and 0.812 ms, or for 64 sequences
+1.83 and 1.60 (JAX 0.11.2)."""
 
 
 class MambaLM(nnx.Module):

