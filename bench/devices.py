@@ -31,7 +31,7 @@ from bench.program import Row
 from bench.train import peak_gib
 from jaxkern.core import kernel_call
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
-from jaxkern.lm.data.corpus import Packed
+from jaxkern.lm.data import Packed
 from jaxkern.lm.program import Placement, compile_programs, keep_programs
 from jaxkern.lm.step import schedule_of
 

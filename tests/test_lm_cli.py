@@ -18,11 +18,10 @@ import pytest
 
 import jaxkern
 from jaxkern.core import cache, target
-from jaxkern.lm import cli, memory
+from jaxkern.lm import cli, memory, tokenizer
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
-from jaxkern.lm.data import tokenizer
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lm.train import changed

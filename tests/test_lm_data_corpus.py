@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkern.lm import checkpoint, cli, data, sample
+from jaxkern.lm import checkpoint, cli, data, sample, sources, tokenizer
 from jaxkern.lm.config import ModelConfig, TrainConfig
-from jaxkern.lm.data import Packed, predicted, sources, tokenizer
-from jaxkern.lm.data import corpus as corpus_module
-from jaxkern.lm.data.corpus import Stream, Windows
+from jaxkern.lm.data import Packed, Stream, Windows, predicted
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
@@ -99,7 +97,7 @@ def test_the_tokens_are_those_of_tokenising_at_once(root, tmp_path, monkeypatch)
     again = {"tokenizer": str(next(tmp_path.glob("run/*/bpe*")))}
     whole = build(path, tmp_path / "whole", **again)
     monkeypatch.setattr(sources, "_PART", 6400)
-    monkeypatch.setattr(corpus_module, "_AT_ONCE", 9000)
+    monkeypatch.setattr(data, "_AT_ONCE", 9000)
     assert build(path, tmp_path / "parts", **again).info == whole.info
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
@@ -111,8 +109,8 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     """Wherever it is killed: what is behind the last save is written again."""
     (root / "b.txt").write_text(" ".join(TEXTS))
     monkeypatch.setattr(sources, "_PART", 640)
-    monkeypatch.setattr(corpus_module, "_AT_ONCE", 900)
-    monkeypatch.setattr(corpus_module, "_SAVE", 0.0 if saved else 1e9)
+    monkeypatch.setattr(data, "_AT_ONCE", 900)
+    monkeypatch.setattr(data, "_SAVE", 0.0 if saved else 1e9)
     named = {"data": (str(root / "a.jsonl"), str(root / "more"), str(root / "b.txt"))}
     whole = build(root, tmp_path / "undisturbed", **named)
     encode, left, kills = tokenizer.Bytes.encode_batch, itertools.count(1), 6 if saved else 2
@@ -142,7 +140,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
     flags = {"data_cache": str(cache), "tokenizer": "bpe:300"}
     first = build(root, tmp_path / "a", **flags)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, "_write_source", None)
+        patch.setattr(data, "_write_source", None)
         patch.setattr(tokenizer, "train_bpe", None)
         assert build(root, tmp_path / "b", **flags).info == first.info
         info = json.loads(json.dumps(first.info))
@@ -165,7 +163,7 @@ def test_a_cache_is_shared_and_follows_data_and_tokenizer(root, tmp_path, monkey
 def test_no_more_than_a_quarter_is_held_out(tmp_path, share):
     def text_that(is_held, size):
         texts = (f"{i:02} " * (int(size * 10000) // 3) for i in range(100))
-        return next(text for text in texts if (corpus_module._fraction(text) < 0.05) == is_held)
+        return next(text for text in texts if (data._fraction(text) < 0.05) == is_held)
 
     texts = text_that(True, share), text_that(False, 1 - share)
     path, by_document = write_lines(tmp_path / "a.jsonl", texts), share < 0.25

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxkern.lm import sources, tokenizer
 from jaxkern.lm.config import TrainConfig
-from jaxkern.lm.data import sources, tokenizer
-from jaxkern.lm.data.sources import Source, find, parse
+from jaxkern.lm.sources import Source, find, parse
 from tests.language_models import refused
 
 TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]

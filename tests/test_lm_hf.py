@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxkern.lm
 from jaxkern.lm import checkpoint, data, hf, sample
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
-from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import make_model

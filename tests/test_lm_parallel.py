@@ -19,6 +19,7 @@ from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import loss_fn, make_model, schedule_of
+from jaxkern.lm.tokenizer import dtype_of
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
@@ -71,7 +72,7 @@ def placed(configuration):
 @functools.cache
 def windows(vocab_size, length=LENGTH):
     shape = STEPS, BATCH, length + 1
-    dtype = data.dtype_of(vocab_size)
+    dtype = dtype_of(vocab_size)
     return np.random.default_rng(0).integers(0, vocab_size, shape, dtype=dtype)
 
 

@@ -19,9 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jaxkern.lm
 from jaxkern.lm import cli, sample
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.model import Options
 from jaxkern.lm.step import make_model
+from jaxkern.lm.tokenizer import Bytes, Tokenizer
 from jaxkern.precision import Policy
 from tests.language_models import (
     HYBRID,

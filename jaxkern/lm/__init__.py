@@ -2,7 +2,9 @@
 
 cli         subcommands by tyro, one-line errors
 config      the configuration of a run, by flags, files of YAML and presets
-data        files of text -> bytes or tokens on disk -> batches
+sources     what --data names: files of documents, found and read
+tokenizer   bytes, a tokenizer.json, a BPE of the data
+data        a run's tokens on disk, and the batches that grain draws from them
 model       the language model (flax.nnx) on jaxkern's ops
 layers      attention and MLPs of hybrid models
 vocabulary  embedding and loss, also split between devices

@@ -37,8 +37,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxkern.lm import checkpoint, data, sample, untrusted
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.hf_layouts import CONFIG, HEAD, HOW_TO_GET, LAYOUTS, Layout, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from jaxkern.core import cache, kernel_call
 from jaxkern.core.target import GPUS, lowering_for
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import Packed, dtype_of, size_of
+from jaxkern.lm.data import Packed
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import BATCH, Split, split_of
 from jaxkern.lm.step import (
@@ -31,6 +31,7 @@ from jaxkern.lm.step import (
     schedule_of,
     token_weights,
 )
+from jaxkern.lm.tokenizer import dtype_of, size_of
 
 
 @dataclasses.dataclass(frozen=True)

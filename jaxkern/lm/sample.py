@@ -21,12 +21,12 @@ import numpy as np
 from flax import nnx
 
 from jaxkern.lm import checkpoint, data
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import ModelConfig, Probability, RunError, Temperature, Whole, checked
-from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
 from jaxkern.lm.model import MambaLM, Options, initial_params
 from jaxkern.lm.step import make_model, precision_policy
+from jaxkern.lm.tokenizer import Bytes, Tokenizer
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it

@@ -43,6 +43,7 @@ from jaxkern.lm.report import (
 )
 from jaxkern.lm.step import TrainState, init_state, precision_policy, schedule_of
 from jaxkern.lm.stop import say
+from jaxkern.lm.tokenizer import size_of
 from jaxkern.precision import DynamicLossScale
 
 
@@ -258,7 +259,7 @@ class Trainer:
         if not peers.main:
             return data.reopen(config, out, peers.share(dict))
         if config.vocab_size is not None:  # one that is too small is refused before any is read
-            config.for_tokens(data.size_of(config.tokenizer))
+            config.for_tokens(size_of(config.tokenizer))
         corpus = data.build(config, out)
         peers.share(lambda: corpus.info)
         return corpus

@@ -34,11 +34,11 @@ from typing import IO, Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.sources import File, NotTextError, Source, counted, describe_skipped, find
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
+from jaxkern.lm.sources import File, NotTextError, Source, counted, describe_skipped, find
 from jaxkern.lm.stop import say
+from jaxkern.lm.tokenizer import Bytes, Tokenizer, dtype_of
 
 VALIDATION_FRACTION = 0.05
 _PARTS = ("train", "validation")

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import MARKER
+from jaxkern.lm.sources import MARKER
 
 FILE = "tokenizer.json"
 FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
