@@ -44,13 +44,12 @@ WRONG_FLAGS = {
     "train --parallel rows": "invalid choice 'rows'",
     **dict.fromkeys((f"train --mesh {m}" for m in ("data=2,", "rows=2", "fsdp=0")), MESH),
     **dict.fromkeys((f"train --mesh {m}" for m in ("data=9999999", "data=2,data=2")), MESH),
-    "train --parallel fsdp --mesh data=2": "name different axes; leave --parallel out, or --mesh",
+    "train --parallel fsdp --mesh data=2": "--mesh data=2 name different axes; leave one out",
     "train --steps 1.5": "--steps",
     "train --steps": "--steps",
     "train --steps 0": f"--steps {WHOLE} 0 (see jaxkern train --help)",
     "train --batch-size 2147483648": f"--batch-size {WHOLE} 2147483648",
     "train --seed=-1": "--seed must be from 0 to 2^31 - 1, got -1",
-    "train --grad-accum 3": "--batch-size 8 cannot be split into --grad-accum 3 equal parts;",
     "train --lr 0": f"--optimizer.lr {RATE} 0.0",
     "train --lr nan": f"--optimizer.lr {RATE} nan",
     "train --optimizer.b1 1": "--optimizer.b1 must be at least 0 and below 1, got 1.0",
@@ -200,17 +199,18 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         ([*tokens, "bpe:256"], f"--tokenizer bpe:256: {size}"),
         ([*tokens, "bpe:many"], f"--tokenizer bpe:many: {size}"),
         ([*tokens, "x.json"], "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        ([*tokens, tmp_path], r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
-        ([*tokens, "bpe:300", "--vocab-size", 299], "299 is less than the 300 tokens of --token"),
+        ([*tokens, tmp_path], r"tokenizer\.json cannot be read"),
+        ([*tokens, "bpe:300", "--vocab-size", 299], "300 tokens, more than the 299 of --vocab-s"),
         ([*tokens, "bpe:300", "--data-cache", text / "a"], "/text.txt/a: Not a directory"),
         ([*micro, text, "--vocab-size", 512], "--vocab-size 512: bytes are 256 tokens; add --to"),
         ([*micro, text, "--eval-data", "nowhere"], "--eval-data nowhere: no such file or folder"),
-        ([*micro, f"{text}=1", text], "some have a weight and some do not; write =WEIGHT"),
+        ([*micro, f"{text}=1", text], "some have a weight and some do not"),
+        ([*micro, text, "--grad-accum", 3], "--batch-size 4 cannot be split over --grad-accum 3"),
         ([*micro, text, "--profile", "19:3"], "are steps 19 to 21, and those to come are 1 to 20"),
         (["train", "--resume"], "--resume needs --out"),
         (["train", "--resume", "--out", out], "holds no run"),
         (["sample", "--run", out], "holds no run"),
-        (["train", "--preset", "micro", "--out", text], "is a file"),
+        (["train", "--preset", "micro", "--out", text], "text.txt: Not a directory"),
         (["train", "--preset", "micro", "--out", tmp_path], "is not empty"),
         (["train", *told[:2]], "--coordinator a:1 needs --processes and --process, too"),
         (["train", *told[2:]], "needs --coordinator, too; give every process"),
@@ -219,7 +219,7 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         ([*warm, "h300"], "--gpu h300 is not known; choose one of a100, a10g, .*, rtx-pro-6000$"),
         ([*warm, "t4"], "--gpu t4 has no kernels: .* capability 7.5, .*; choose one of a100, "),
         ([*warm, "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),
-        ([*warm, "h200", "--parallel", "fsdp"], "--parallel fsdp does not say .*; add --devices"),
+        ([*warm, "h200", "--parallel", "fsdp"], "--parallel fsdp needs --devices"),
         ([*warm, "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ]:
         line = command(capsys, *argv, code=1)
@@ -235,16 +235,11 @@ def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch
     too_large = OverflowError("Python int too large to convert to C long")
     compilations = mock.Mock(side_effect=[Programs(None, compiled, None), too_large])
     monkeypatch.setattr(train_module, "compile_programs", compilations)
-    for available, words, fresh in (
-        (1000, "a step needs 0.0 GiB", []),
-        (2**30, "a step needs 1,024.0 GiB", [True]),
-        (2**30, "the arrays of a step are too large (Python int too large to conv", [True] * 2),
-    ):
-        monkeypatch.setattr(memory, "available_memory", lambda device, size=available: size)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**30)
+    for words in ("a step needs 1,024.0 GiB", "the arrays of a step are too large (Python int too"):
         line = command(capsys, "train", "--preset", "micro", "--out", tmp_path / "run", code=1)
         assert words in line
         assert "lower --batch-size" in line
-        assert [call.kwargs["fresh"] for call in compilations.mock_calls] == fresh
         assert not (tmp_path / "run").exists()
 
 
@@ -392,7 +387,7 @@ def test_what_a_resumed_run_may_change():
     assert changed(config, others) == dataclasses.replace(config, **others)
     # Flags of axes that differ are refused, and one that names axes stands for all.
     split = dataclasses.replace(config, mesh="data=2,tensor=2")
-    told = "--parallel fsdp and --mesh data=2 name different axes; leave --parallel out"
+    told = "--parallel fsdp and --mesh data=2 name different axes; leave one out"
     with pytest.raises(RunError, match=told):
         changed(split, {"parallel": "fsdp", "mesh": "data=2"})
     for flags, expected in (

@@ -140,10 +140,9 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
     named = b.rename(tmp_path / "b=inf")
     assert parse([str(named)])[0].weight is None
     assert not TrainConfig.from_flags({"data": (str(a),)}).pack
-    for weight in ("0", "-1", "inf", "-Infinity", "NaN", "1e999"):
-        words = f"--data .*weight {weight} must be a number above 0, such as 0.3"
+    for weight in ("0", "-1", "1e999"):
         for text in (str(a), f"{a}:content"):
-            refused(words, parse, [f"{text}={weight}"])
+            refused(f"--data {text}={weight}: the weight must be a", parse, [f"{text}={weight}"])
 
 
 @pytest.mark.parametrize(
@@ -190,8 +189,10 @@ def test_what_cannot_be_named(tmp_path):
     (tmp_path / "d.txt").write_text("text")
     for named in (tmp_path / "c.jsonl", f"{tmp_path}/d.txt:body"):
         path = str(named).removesuffix(":body")
-        words = f"--data {path}: all of its files are of --eval-data"
-        left_out = {pathlib.Path(path)}
+        words, left_out = (
+            f"--data {path}: all of its files are of --eval-data",
+            [pathlib.Path(path)],
+        )
         refused(words, find, [str(named)], "--data", held_out=0, left_out=left_out)
 
 

@@ -247,7 +247,6 @@ WRONG = {
         ({"model_type": ["mamba"]}, "model_type is ['mamba'], and here it is 'mamba' or"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
         ({"rms_norm": False}, "rms_norm is False"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
         ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
         ({"use_bias": "no"}, "use_bias is 'no', and must be True or False"),
@@ -348,8 +347,7 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
         (WEIGHTS, "damaged", r"model.safetensors is damaged"),
         (WEIGHTS, None, r"holds no model.safetensors; download it whole, or write .*save_pretr"),
         (INDEX, [], r"index.json is no index of weights"),
-        ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or convert it"),
-        ("config.json", {"format": "1", "flags": {}}, r"a run of jaxkern train; load it with"),
+        ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or have"),
         ("config.json", [], r"config.json is no configuration"),
     ):
         (stored / file).unlink(missing_ok=True)
@@ -564,9 +562,9 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "config.json").write_text("{}")
     for argv, words in (
-        (("--hf", tmp_path / "site"), "holds a config.json that is not of Hugging Face's layout"),
-        (("--hf", out), "holds a run; name another folder"),
-        (("--hf", tmp_path / "file"), "is a file; name a folder"),
+        (("--hf", tmp_path / "site"), "site holds something else; name another folder"),
+        (("--hf", out), "run holds something else"),
+        (("--hf", tmp_path / "file"), "file: File exists"),
         (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),
     ):
         assert words in command(capsys, "export", "--run", out, *argv, code=1)
@@ -641,14 +639,14 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
         config |= {"num_hidden_layers": model.n_layers, "vocab_size": 50280}
         write(tmp_path, {"config": config})
         flags = {"init_hf": str(tmp_path), "lr": 0.5}
-        refused(r"holds no tokenizer.json, .* its 50280 tokens are", begun_with, flags)
+        refused(r"holds no tokenizer.json of its 50280 tokens; add", begun_with, flags)
         flags = begun_with(flags | {"tokenizer": "bytes"})
         assert (flags["preset"], flags["lr"]) == (name, 0.5)
         assert flags["model"].vocab_size == 50280
         packed = TrainConfig.from_flags(flags | {"pack": True}).for_tokens(256)
         assert packed.model == flags["model"]
     flags = begun_with({"init_hf": str(tmp_path), "tokenizer": "bpe:60000"})
-    words = r"bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
+    words = r"--tokenizer bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
     refused(words, TrainConfig.from_flags(flags).for_tokens, 60000)
     write(tmp_path, {"config": config | {"vocab_size": 255}})
     of_bytes = TrainConfig.from_flags(begun_with({"init_hf": str(tmp_path)}))

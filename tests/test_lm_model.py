@@ -13,6 +13,7 @@ from flax import nnx
 from jaxkern.lm import program
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed
+from jaxkern.lm.layers import rows_of
 from jaxkern.lm.model import Options, count_params, decayed, initial_params
 from jaxkern.lm.step import (
     init_state,
@@ -23,7 +24,6 @@ from jaxkern.lm.step import (
     make_train_step,
     schedule_of,
 )
-from jaxkern.lm.vocabulary import rows_of
 from jaxkern.precision import Policy
 from tests import check
 from tests.language_models import (
@@ -202,7 +202,11 @@ HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
         (ValueError, r"got 'mamba\*0'", {"layers": "mamba*0"}),
         (ValueError, "must have one of mamba, mamba2, gdn, kda, and not", {"layers": "mlp"}),
         (ValueError, "and not several", {"layers": "gdn, kda", "n_layers": 2}),
-        (ValueError, "are 3 layers, and n_layers 1 .* choose 3", {"layers": "mamba, mlp*2"}),
+        (
+            ValueError,
+            "n_layers must be a multiple of the 3 of",
+            {"layers": "mamba, mlp*2"},
+        ),
         (ValueError, "head_dim must divide .* got 64", {"layers": "mamba2"}),
         (ValueError, "head_dim must divide .* got 64", {"layers": "kda"}),
         (ValueError, "n_key_heads must divide .* 2, got 3", GDN_OF_8 | {"n_key_heads": 3}),

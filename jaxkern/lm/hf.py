@@ -81,10 +81,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     if config.tie_embeddings and head is not None:
         stored.pop(HEAD)
         if not np.array_equal(_read(folder, *head), _read(folder, *stored.get(embedding, head))):
-            raise RunError(
-                f"{folder}: {HEAD} differs from the embedding, and by {CONFIG} they are one; where "
-                f'the model has both, {CONFIG} says "tie_word_embeddings": false'
-            )
+            what = f"{folder}: {HEAD} differs from the embedding"
+            raise RunError(f"{what}, and by tie_word_embeddings of {CONFIG} they are one")
         stored.setdefault(embedding, head)  # one array, stored under its other name
     params = {path: np.empty(shape, np.float32) for path, shape in _shapes(config).items()}
     for name, view in layout.views(config, params):
@@ -92,9 +90,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
             raise RunError(f"{folder}: the weights have no {name}")
         tensor = _read(folder, *stored.pop(name))
         if tensor.shape != view.shape:
-            raise RunError(
-                f"{folder}: {name} has shape {tensor.shape}, and by {CONFIG} it is {view.shape}"
-            )
+            what = f"{folder}: {name} has shape {tensor.shape}"
+            raise RunError(f"{what}, and by {CONFIG} it is {view.shape}")
         view[...] = tensor
     if stored:
         name = _shown(stored[min(stored)][1])
@@ -183,17 +180,9 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
 
 def _layout(config: dict[str, Any]) -> Layout:
     """The layout that config.json is of; refuses a model that is of none here."""
-    if "format" in config and "flags" in config:
-        raise RunError(
-            f"{CONFIG} is that of a run of jaxkern train; load it with jaxkern sample --run, or "
-            "jaxkern.lm.load"
-        )
     if "hidden_size" not in config and "d_model" in config:
-        raise RunError(
-            f"{CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
-            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with a "
-            "script convert_mamba*_ssm_checkpoint_to_pytorch.py of transformers"
-        )
+        remedy = "take the one of the same name that ends in -hf, or have transformers convert it"
+        raise RunError(f"{CONFIG} is of the layout of mamba_ssm; {remedy}")
     kind = config.get("model_type", "mamba")
     known = {"model_type": tuple(LAYOUTS), "transformers_weights": (_WEIGHTS, None)}
     layout = LAYOUTS.get(kind) if isinstance(kind, str) else None
@@ -201,11 +190,6 @@ def _layout(config: dict[str, Any]) -> Layout:
         if (value := config.get(name, right[0])) not in right:
             said = " or ".join(repr(each) for each in right if each is not None)
             raise RunError(f"{CONFIG}: {name} is {value!r}, and here it is {said}")
-    if config.get("quantization_config") is not None:
-        raise RunError(
-            f"{CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
-            "here are bfloat16, float16 or float32; take the model that was quantized"
-        )
     assert layout is not None
     return layout
 
@@ -237,10 +221,8 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     for name in sorted({*names}):
         path = untrusted.file_in(folder, name)
         if path is None:
-            raise RunError(
-                f"{folder} holds no {_shown(name)}; download it whole, or write safetensors from "
-                "another format by save_pretrained of transformers"
-            )
+            remedy = "download it whole, or write safetensors by save_pretrained of transformers"
+            raise RunError(f"{folder} holds no {_shown(name)}; {remedy}")
         try:
             file = safe_open(path, framework="numpy")
             _check_header(path)
@@ -262,10 +244,8 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
     """A tensor of a file, float32."""
     dtype = file.get_slice(name).get_dtype()
     if dtype not in _STORED:
-        raise RunError(
-            f"{folder}: {_shown(name)} is of dtype {dtype}, and here weights are of "
-            f"{', '.join(_STORED)}"
-        )
+        what = f"{folder}: {_shown(name)} is of dtype {dtype}"
+        raise RunError(f"{what}, and here weights are of {', '.join(_STORED)}")
     return file.get_tensor(name).astype(np.float32)
 
 
@@ -306,15 +286,8 @@ def export(
     config, info = checkpoint.read(run)
     begun = Path(config.init_hf)
     like = begun if config.init_hf and (begun / CONFIG).exists() else None
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"--hf {folder} is a file; name a folder")
-    if checkpoint.is_run(folder):
-        raise RunError(f"--hf {folder} holds a run; name another folder")
-    if (folder / CONFIG).exists() and not is_hf(folder):
-        raise RunError(
-            f"--hf {folder} holds a {CONFIG} that is not of Hugging Face's layout; name another "
-            "folder"
-        )
+    if checkpoint.is_run(folder) or ((folder / CONFIG).exists() and not is_hf(folder)):
+        raise RunError(f"--hf {folder} holds something else; name another folder")
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
         save(folder, model.config, params, like=like)

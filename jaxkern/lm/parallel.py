@@ -297,11 +297,9 @@ def _name_of(path: Any) -> tuple[str, int]:
 def split_of(config: TrainConfig, devices: int) -> Split:
     """The split of a run's model between devices."""
     sizes = axes_of(config.mesh) or {config.parallel or "data": devices}
-    if math.prod(sizes.values()) != devices:
-        raise RunError(
-            f"--mesh {config.mesh} is of {math.prod(sizes.values())} devices and --devices says "
-            f"{devices}; leave --devices out, or give --mesh or --parallel, too"
-        )
+    if (count := math.prod(sizes.values())) != devices:
+        what = f"--mesh {config.mesh} is of {count} devices and --devices says {devices}"
+        raise RunError(f"{what}; leave one out, or give --parallel, too")
     split = Split(config.model, **sizes)
     asked = f"--mesh {config.mesh}"
     if not config.mesh:
@@ -309,20 +307,16 @@ def split_of(config: TrainConfig, devices: int) -> Split:
     _check_model(split, asked)
     parts = config.grad_accum * split.of_batch
     if config.batch_size % parts:
-        accumulated = f"--grad-accum {config.grad_accum} × " if config.grad_accum > 1 else ""
-        raise RunError(
-            f"--batch-size {config.batch_size} cannot be split over {accumulated}{split.of_batch} "
-            f"devices ({asked}); choose a multiple of {parts}, or fewer devices"
-        )
+        over = f"--grad-accum {config.grad_accum} × {split.of_batch} devices ({asked})"
+        what = f"--batch-size {config.batch_size} cannot be split over {over}"
+        raise RunError(f"{what}; choose a multiple of {parts}")
     chunk, before = config.model.block.chunk, config.model.sizes.d_conv - 1
     length, least = config.seq_len, split.sequence * chunk
     if split.sequence > 1 and (length % least or length < split.sequence * before):
         multiple = max(-(-length // least), -(-before // chunk)) * least
-        raise RunError(
-            f"{asked} cannot split the {length} tokens of --seq-len into equal parts of whole "
-            f"chunks of {chunk} tokens, each as long as the {before} that the convolution looks "
-            f"back; choose --seq-len {multiple}, or a smaller axis"
-        )
+        parts = f"equal parts of whole chunks of {chunk} tokens and at least {before}"
+        what = f"{asked} cannot split the {length} tokens of --seq-len into {parts}"
+        raise RunError(f"{what}; choose --seq-len {multiple}, or a smaller axis")
     return split
 
 
@@ -331,10 +325,8 @@ def _check_model(split: Split, asked: str) -> None:
     model, sizes = split.model, split.model.sizes
     across = "attention" in model.kinds and split.axis("sequence")
     if across or (model.hybrid and split.axis("tensor")):
-        raise RunError(
-            f"{asked} cannot split layers {model.layers!r}: tensor splits models of blocks alone, "
-            "and sequence those without attention; choose data or fsdp"
-        )
+        why = "tensor splits models of blocks alone, and sequence those without attention"
+        raise RunError(f"{asked} cannot split layers {model.layers!r}: {why}")
     dimensions = [
         (split.fsdp, model.d_model, "width d_model of {}"),
         (split.fsdp * split.tensor, sizes.d_inner, "{} inner channels"),
@@ -353,7 +345,5 @@ def _check_model(split: Split, asked: str) -> None:
             dimensions.append((split.fsdp * split.tensor, sizes.d_keys, "{} key channels"))
     for count, size, what in dimensions:
         if size % count:
-            raise RunError(
-                f"{asked} cannot split the model's {what.format(size)} into {count} equal parts; "
-                f"choose a divisor of {size}, or another axis"
-            )
+            parts = f"the model's {what.format(size)} into {count} equal parts"
+            raise RunError(f"{asked} cannot split {parts}; choose a divisor of {size}")

@@ -8,6 +8,7 @@ the token's position, so that it goes on as it would alone.
 import dataclasses
 import functools
 import operator
+import os
 import sys
 import time
 import warnings
@@ -21,8 +22,7 @@ import numpy as np
 from flax import nnx
 
 from jaxkern.lm import checkpoint, data
-from jaxkern.lm import tokenizer as tokenizers
-from jaxkern.lm.config import ModelConfig, Probability, RunError, Temperature, Whole, checked
+from jaxkern.lm.config import ModelConfig, RunError, Sampling
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
 from jaxkern.lm.model import MambaLM, Options, initial_params
 from jaxkern.lm.step import make_model, precision_policy
@@ -118,10 +118,7 @@ class LanguageModel:
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Any]:
         """Continue one prompt as :meth:`generate` does, in pieces, as they are decoded."""
-        several, alone = _several(prompt)
-        if not alone:
-            raise TypeError(f"prompt must be one text or one sequence of tokens, got {prompt!r}")
-        return (piece for (piece,) in self._pieces(several, **options))
+        return (piece for (piece,) in self._pieces([prompt], **options))
 
     def write(self, prompts: Sequence[str], **options: Any) -> None:
         """Write texts and what follows them to stdout; of one prompt as it is decoded.
@@ -145,10 +142,7 @@ class LanguageModel:
         """The tokens of a text, with the one that begins it."""
         ids, size = self._known_codec().encode(text), self.config.vocab_size
         if max(ids) >= size:
-            raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {size}; give the "
-                "tokenizer that the model was trained with"
-            )
+            raise RunError(f"tokenizer.json has token {max(ids)}, and the model has {size}")
         return ids
 
     def decode(self, tokens: Sequence[int] | jax.Array) -> str:
@@ -157,10 +151,8 @@ class LanguageModel:
 
     def _known_codec(self) -> Any:
         if self.codec is None:
-            raise RunError(
-                "the checkpoint holds no tokenizer.json, which says what its "
-                f"{self.config.vocab_size} tokens are"
-            )
+            size = self.config.vocab_size
+            raise RunError(f"the checkpoint holds no tokenizer.json, of its {size} tokens")
         return self.codec
 
     def _pieces(
@@ -219,13 +211,8 @@ def _several(prompts: Any) -> tuple[list[Any], bool]:
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text or token ids, or several, got {prompts!r}")
     several = list(prompts)
-    tokens = [not isinstance(each, str) and np.ndim(each) == 0 for each in several]
-    if several and all(tokens):
-        return [np.asarray(prompts)], True
-    if any(tokens):
-        i = tokens.index(True)
-        raise TypeError(f"prompts[{i}] must be a text or token ids, got {several[i]!r}")
-    return several, False
+    of_tokens = not any(isinstance(each, str) or np.ndim(each) for each in several)
+    return ([several], True) if several and of_tokens else (several, False)
 
 
 def _reader(decode: Callable[[Sequence[int], bool], str], stops: Sequence[str]) -> Any:
@@ -263,22 +250,20 @@ class Timing:
     """The speed at which tokens of all texts together are decoded."""
 
     def __init__(self):
-        self._start = time.perf_counter()
-        self._added: list[tuple[float, int]] = []
+        self._times, self._counts = [time.perf_counter()], list[int]()
 
     def add(self, tokens: int) -> None:
         """Notes that this number more are there."""
-        self._added.append((time.perf_counter(), tokens))
+        self._times.append(time.perf_counter())
+        self._counts.append(tokens)
 
     def __str__(self) -> str:
-        if not self._added:
+        if not self._counts:
             return "no token was decoded"
-        (first, count), *rest = self._added
-        told = f"the first {count} tokens after {first - self._start:.2f} s, compilation included"
-        if not rest:
-            return told
-        more = sum(tokens for _, tokens in rest)
-        return f"{told}; then {more} at {more / (rest[-1][0] - first):,.0f} tokens/s"
+        (began, first, *_), (count, *more) = self._times, self._counts
+        told = f"the first {count} tokens after {first - began:.2f} s, compilation included"
+        speed = sum(more) / max(self._times[-1] - first, 1e-9)
+        return told + (f"; then {sum(more)} at {speed:,.0f} tokens/s" if more else "")
 
 
 def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
@@ -286,8 +271,26 @@ def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
     return LanguageModel(config, jax.jit(lambda: initial_params(config, seed))(), 0)
 
 
-def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
-    """Load a trained language model; see :func:`jaxkern.lm.load`."""
+def load(folder: str | os.PathLike[str], *, step: int | None = None) -> LanguageModel:
+    """Load a trained language model: a run of ``jaxkern train``, or one of Hugging Face.
+
+    Args:
+      folder: the ``--out`` folder of a run, or one of config.json and model.safetensors, as
+        :func:`jaxkern.lm.hf.load` takes it.
+      step: which of a run's checkpoints; by default the newest. If that is damaged, the newest one
+        that is whole, with a warning.
+
+    Raises:
+      ImportError: a package of the extras lm, hf or data is missing.
+      RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
+        none that is whole.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern.lm
+      >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
+      >>> logits = model(jnp.array([model.encode("def f(x):")]))  # doctest: +SKIP
+      >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
+    """
     folder = Path(folder)
     if not folder.exists():
         raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
@@ -297,7 +300,7 @@ def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
         return load_hf(folder)
     model, notes = load_run(folder, step=step)
     for note in notes:
-        warnings.warn(note, stacklevel=3)
+        warnings.warn(note, stacklevel=2)
     return model
 
 
@@ -306,39 +309,22 @@ def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list
 
     Returns the model, and what to tell of damaged checkpoints that are newer.
     """
-    run = Path(run)
-    if run.parent.name == "checkpoints" and run.name.isdigit():
-        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
-    if is_hf(run):
-        raise RunError(
-            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
-            "jaxkern sample --hf, or jaxkern.lm.load"
-        )
     config, info = checkpoint.read(run)
     policy = precision_policy(config)
     like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
     notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
-    if config.tokenizer != "bytes" and not (run / tokenizers.FILE).is_file():
-        raise RunError(
-            f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
-            "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
-        )
     codec = data.open_tokenizer(config.tokenizer, run, info)
     return LanguageModel(config.model, found.state["params"], found.step, codec), notes
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
-    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
-
-    Without a tokenizer.json a model of 256 tokens is one of bytes.
-    """
+    """Load a checkpoint of Hugging Face; without a tokenizer.json one of 256 tokens is of bytes."""
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)
-    of_bytes = Bytes() if config.vocab_size == 256 else None
-    codec = hf.load_tokenizer(Path(folder)) or of_bytes
+    codec = hf.load_tokenizer(Path(folder)) or (Bytes() if config.vocab_size == 256 else None)
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
@@ -348,11 +334,7 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     *,
     among: Collection[int] | None = None,
-    length: int = 400,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    top_p: float = 1.0,
-    seed: int = 0,
+    **options: Any,
 ) -> Iterator[np.ndarray]:
     """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
 
@@ -362,14 +344,12 @@ def generate_tokens(
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    length, seed = checked("length", Whole, length), checked("seed", Whole, seed)
-    temperature = checked("temperature", Temperature, temperature)
-    top_k, top_p = checked("top_k", Whole, top_k), checked("top_p", Probability, top_p)
-    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
+    by = Sampling(**options)
+    greedy = by.temperature < np.finfo(np.float32).tiny or by.top_k == 1
     drawn = None if among is None else np.isin(np.arange(size), list(among))
-    options = {"temperature": temperature, "top_p": top_p, "drawn": drawn}
-    options |= {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
-    return _generate(graphdef, params, ids, length, seed, options)
+    options = {"temperature": by.temperature, "top_p": by.top_p, "drawn": drawn}
+    options |= {"top_k": min(by.top_k, size), "greedy": greedy, "nucleus": by.top_p < 1}
+    return _generate(graphdef, params, ids, by.length, by.seed, options)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:

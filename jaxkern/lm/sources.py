@@ -40,23 +40,14 @@ class NotTextError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One argument of --data or --eval-data: PATH, PATH:FIELD, either followed by =WEIGHT.
+    """One argument of --data or --eval-data: PATH, PATH:FIELD, either followed by =WEIGHT."""
 
-    Attributes:
-      path: a file, a folder, or a pattern of them; "" for Python's standard library.
-      field: the field of JSON Lines, or the column of Parquet, that holds the documents.
-      weight: the share of training windows that are drawn from it; ``None`` if none is given.
-      files: of documents, in a fixed order, once they are found.
-      skipped: of each file of its folders that holds no documents, why.
-      held_out: the share of its documents that are validated with.
-    """
-
-    path: str
-    field: str = "text"
-    weight: float | None = None
-    files: tuple["File", ...] = ()
-    skipped: tuple[str, ...] = ()
-    held_out: float = 0
+    path: str  # a file, a folder, or a pattern of them; "" for Python's standard library
+    field: str = "text"  # of JSON Lines, or column of Parquet, that holds the documents
+    weight: float | None = None  # the share of training windows that are drawn from it
+    files: tuple["File", ...] = ()  # in a fixed order, once they are found
+    skipped: tuple[str, ...] = ()  # of each file of its folders that holds no documents, why
+    held_out: float = 0  # the share of its documents that are validated with
 
 
 class Part(NamedTuple):
@@ -88,12 +79,9 @@ class File:
         return _table_texts if self.suffix == ".parquet" else None
 
     def parts(self) -> Iterator[Part]:
-        """Yields the documents in parts.
+        """Yields the documents in parts; NotTextError if the file is not what its name says.
 
         Line ends at both ends of a document in a .txt are not of it.
-
-        Raises:
-          NotTextError: the file is not what its name says.
         """
         ends = "\r\n" if self.suffix == ".txt" else ""
         text, begun = "", False
@@ -129,22 +117,14 @@ def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
     """Read the arguments of a flag; the standard library is meant if there are none."""
     sources = []
     for text in texts or [""]:
-        (path, given), weight, field = split_weight(text), None, "text"
-        if given is not None:
-            with contextlib.suppress(ValueError):
-                weight = float(given)
-            if weight is None or not 0 < weight < math.inf:
-                raise RunError(
-                    f"{flag} {text}: the weight {given} must be a number above 0, such as 0.3"
-                )
+        (path, weight), field = split_weight(text), "text"
+        if weight is not None and not 0 < weight < math.inf:
+            raise RunError(f"{flag} {text}: the weight must be a number above 0, such as 0.3")
         if not is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
             path, field = found[1], found[2]
         sources.append(Source(path, field, weight))
     if len({source.weight is None for source in sources}) > 1:
-        raise RunError(
-            f"{flag} {' '.join(texts)}: some have a weight and some do not; write =WEIGHT "
-            "behind each, or behind none"
-        )
+        raise RunError(f"{flag} {' '.join(texts)}: some have a weight and some do not")
     return sources
 
 
@@ -157,9 +137,7 @@ def find(
         files, skipped = _files(source, flag)
         kept = tuple(file for file in files if file.path.resolve() not in left_out)
         if not kept:
-            raise RunError(
-                f"{flag} {source.path}: all of its files are of --eval-data; leave it out"
-            )
+            raise RunError(f"{flag} {source.path}: all of its files are of --eval-data")
         own = {"files": kept, "skipped": tuple(skipped), "held_out": held_out}
         found.append(dataclasses.replace(source, **own))
     return found
@@ -182,24 +160,18 @@ def _files(source: Source, flag: str) -> tuple[list[File], list[str]]:
                 files.setdefault(path.resolve(), file)
             except NotTextError as error:
                 if named:
-                    remedy = "give text files or folders of them"
-                    raise RunError(f"{flag} {root}: {error}; {remedy}") from None
+                    raise RunError(f"{flag} {root}: {error}") from None
                 # Of files that should have held records the reason is to be known first.
                 skipped.insert(0 if file.pieces else len(skipped), f"{path}: {error}")
     if not files:
-        there = f" ({describe_skipped(len(skipped), skipped[0], 'there')})" if skipped else ""
-        raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
+        what = f"{flag}: no text to train on in {where}"
+        raise RunError(what + describe_skipped(len(skipped), [*skipped, ""][0]))
     return [*files.values()], skipped
 
 
-def describe_skipped(count: int, example: str, verb: str) -> str:
+def describe_skipped(count: int, example: str) -> str:
     """Say how many files hold no text, and why one of them does not."""
-    such = ", such as" if count > 1 else ","
-    return f"{counted(count, 'file')} without readable text {verb}{such} {example}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"; {count:,} × no readable text, such as {example}" if count else ""
 
 
 def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
@@ -224,11 +196,7 @@ def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
 
 
 def _check(file: File) -> None:
-    """Read the beginning of a file.
-
-    Raises:
-      NotTextError: it is neither text nor documents.
-    """
+    """Read the beginning of a file; NotTextError if it is neither text nor documents."""
     if not file.path.is_file():
         raise NotTextError("not a regular file")
     first = next(file.parts(), None)

@@ -66,21 +66,13 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library.
-
-    Attributes:
-      tokenizer: a ``tokenizers.Tokenizer``.
-      begin: the token that begins a text; with a `template` one that is empty, or ``None``.
-      ends: the tokens that end a text.
-      said: what the files beside its tokenizer.json say, as `settings` merges them.
-      template: whether a text to go on from begins as tokenizer.json has it.
-    """
+    """A tokenizer of the `tokenizers` library, and what the files beside its tokenizer.json say."""
 
     tokenizer: Any
-    begin: Any
-    ends: tuple[int, ...]
+    begin: Any  # the token that begins a text; with a `template` one that is empty, or ``None``
+    ends: tuple[int, ...]  # the tokens that end a text
     said: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    template: bool = False
+    template: bool = False  # whether a text to go on from begins as tokenizer.json has it
 
     @property
     def end(self) -> int:
@@ -171,10 +163,7 @@ def kind_of(spec: str) -> int | str | None:
         number = spec.removeprefix("bpe:")
         if re.fullmatch("[0-9]{1,8}", number) and 257 <= int(number) <= 2**24:
             return int(number)
-        raise RunError(
-            f"--tokenizer {spec}: the size must be a whole number from 257 to 2^24, such as "
-            "bpe:32000"
-        )
+        raise RunError(f"--tokenizer {spec}: the size must be a whole number from 257 to 2^24")
     return spec
 
 
@@ -199,15 +188,9 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     path = Path(path)
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
     if file is None or not file.is_file():
-        raise RunError(
-            f"--tokenizer {path}: no such tokenizer; give bytes, bpe:32000 or another size, or a "
-            "tokenizer.json of Hugging Face or its folder"
-        )
-    try:
-        tokenizer, said = open_file(file, {} if stored is not None else None)
-    except RunError as error:
-        words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
-        raise RunError(words) from None
+        right = "bytes, bpe:32000, or a tokenizer.json of Hugging Face or its folder"
+        raise RunError(f"--tokenizer {path}: no such tokenizer; give {right}")
+    tokenizer, said = open_file(file, {} if stored is not None else None)
     if stored is not None:
         return Tokenizer(tokenizer, stored["begin"], (stored["end"],))
     bos, eos = generation(path) if path.is_dir() else (None, [])
@@ -303,9 +286,8 @@ def _added(said: dict[str, Any], folder: Path) -> tuple[list[Any], list[Any]]:
         in_order = sorted(listed, key=lambda each: int(each[0]))
         return [added(token) for _, token in in_order], [added(t, special=True) for t in special]
     except (AttributeError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{folder}: the files beside {FILE} name tokens that are none ({error})"
-        ) from None
+        what = f"{folder}: the files beside {FILE} name tokens that are none"
+        raise RunError(f"{what} ({error})") from None
 
 
 def text_of(said: dict[str, Any], name: str) -> str | None:

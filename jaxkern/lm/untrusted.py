@@ -27,9 +27,7 @@ def file_in(folder: Path, name: str) -> Path | None:
         if root.parent.name == "snapshots":  # a cache of Hugging Face's hub links to its blobs
             roots.append(root.parents[1] / "blobs")
         if not any(path.resolve().is_relative_to(each) for each in roots):
-            raise RunError(
-                f"{folder}: {name!r} lies outside of the folder; put the file itself into it"
-            )
+            raise RunError(f"{folder}: {name!r} lies outside of the folder")
         if path.is_file():
             return path
         there = path.exists()
@@ -52,9 +50,8 @@ def read_text(path: Path, limit: int = _SMALL) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RunError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from None
+        where = f"{error.reason} at byte {error.start}"
+        raise RunError(f"{path} is not UTF-8 ({where})") from None
 
 
 def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
