@@ -4,7 +4,6 @@ import functools
 import itertools
 import json
 import re
-import shutil
 import signal
 
 import jax
@@ -12,11 +11,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxkern.lm import checkpoint, cli, data, sample, sources, tokenizer
+from jaxkern.lm import checkpoint, data, sources, tokenizer
 from jaxkern.lm.config import ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed, Stream, Windows, predicted
 from jaxkern.lm.model import Options
-from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import batch_loss, make_model, token_weights
 from tests.language_models import command, jit, random_params, refused
 
@@ -335,81 +333,3 @@ def test_every_token_of_a_batch_counts_alike():
         specs = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
         got = jit(jax.shard_map(f, mesh=mesh, **specs))(whole)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-
-
-@pytest.fixture(scope="module")
-def argv(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("text")
-    a, b, c, d = (
-        write_lines(folder / f"{name}.jsonl", [text(60 * i + j) for j in range(60)])
-        for i, name in enumerate("abcd")
-    )
-    flags = ["train", "--preset", "micro", "--tokenizer", "bpe:300", "--data", f"{a}=3", f"{b}=1"]
-    flags += ["--eval-data", c, d, "--steps", 8, "--checkpoint-every", 4, "--eval-every", 4]
-    return [str(flag) for flag in [*flags, "--grad-accum", 2, "--eval-batches", 2, "--out"]]
-
-
-@pytest.fixture(scope="module")
-def finished(argv, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    assert cli.main([*argv, str(out)]) == 0
-    return out
-
-
-def losses(folder):
-    records = read_metrics(folder / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in records]
-
-
-@pytest.mark.exhaustive
-def test_a_run_on_tokens_learns_and_keeps_its_tokenizer(finished, tmp_path, capsys):
-    first, *_, last = losses(finished)
-    assert last["validation_loss"] < first["validation_loss"]
-    each = [last[f"validation_loss/{name}"] for name in ("c.jsonl", "d.jsonl")]
-    named = {"": last["validation_loss"], "/c.jsonl": each[0], "/d.jsonl": each[1]}
-    for name, loss in named.items():
-        assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
-    assert min(each) <= last["validation_loss"] <= max(each)
-    config, info = checkpoint.read(finished)
-    assert config.vocab_size == config.model.vocab_size == 320
-    assert info["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
-    # A loss of bytes is one of tokens by how many there are of each.
-    assert 0.2 < last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"] < 0.9
-
-    model = sample.load(finished)
-    ids = model.encode("the scan reads é")
-    assert ids[0] == 0
-    assert len(ids) < len("the scan reads é")
-    assert model.decode(ids) == "the scan reads é"
-    assert (model.codec.ends, model.codec.encode("")) == ((0,), [0])
-    lost = shutil.copytree(finished, tmp_path / "lost")
-    argv = ["sample", "--run", lost, "--length", 5, "--temperature", 0]
-    printed = command(capsys, *argv, "--prompt", "the scan")
-    assert printed == f"the scan{model.generate('the scan', length=5, temperature=0)}\n"
-    (lost / "tokenizer.json").unlink()
-    assert "tokenizer.json: no such tokenizer; give" in command(capsys, *argv, code=1)
-    command(capsys, "train", "--resume", "--steps", 9, "--out", lost)  # which puts it back
-    command(capsys, *argv)
-
-
-@pytest.mark.exhaustive
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(argv, finished, tmp_path, capsys):
-    """Also with another data cache; and two devices see the batches of one."""
-    out, cache = shutil.copytree(finished, tmp_path / "copied"), tmp_path / "cache"
-    shutil.rmtree(out / "checkpoints" / "8")
-    resume = ["train", "--resume", "--out", out]
-    shown = command(capsys, *resume)
-    assert all(told in shown for told in ("continued from step 4", " · perplexity ", "(c.jsonl "))
-    assert losses(out) == losses(finished)
-    shutil.rmtree(next((out / "corpus").glob("*/")))
-    line = command(capsys, *resume, "--steps", 9, code=1)
-    assert "with --data-cache" in line
-    shutil.copytree(finished / "corpus", cache)
-    line = command(capsys, *resume, "--tokenizer", "bytes", code=1)
-    assert "--tokenizer bytes differs from the run's bpe:300" in line
-    # It is found there, and has all its steps.
-    assert "already trained for 8 steps" in command(capsys, *resume, "--data-cache", cache)
-    if len(jax.devices()) > 1:
-        command(capsys, *argv, tmp_path / "two", "--devices", 2)
-        for one, two in zip(losses(finished), losses(tmp_path / "two"), strict=True):
-            assert one == pytest.approx(two, rel=1e-4)

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxkern.lm
-from jaxkern.lm import checkpoint, data, hf, sample
+from jaxkern.lm import checkpoint, hf, sample
 from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.model import Options
@@ -33,7 +33,6 @@ from tests.language_models import (
     greedy_float64,
     jit,
     logits_float64,
-    loss_float64,
     random_params,
     refused,
     run_of,
@@ -254,19 +253,15 @@ WRONG = {
         ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
         ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon is 'x', and must be a number"),
         ({"time_step_rank": 9}, "mixer.dt_proj.weight has shape (72, 2), and by config.json"),
-        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be a whole number"),
         ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
         ({"hidden_size": None}, "config.json: hidden_size is None, and must be a whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be from 1 to 2^24"),
         ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be from 1 to 2^24"),
-        ({"vocab_size": 1099}, "backbone.embeddings.weight has shape (1100, 24), and by config.js"),
         ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2."),
         ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
     ],
     "mamba2": [
         ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
         ({"n_groups": 4}, "config.json: n_groups must divide the heads, expand · d_model / head_"),
-        ({"n_groups": 1}, "mixer.conv1d.bias has shape (68,), and by config.json it is (58,)"),
         ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
         ({"time_step_limit": [1.0, "x"]}, "time_step_limit is [1.0, 'x'], and must be a number"),
         ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
@@ -278,11 +273,9 @@ WRONG = {
         ({"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list"),
         ({"layers_block_type": None, "hybrid_override_pattern": "ME"}, "layers are 'ME'"),
         ({"mlp_bias": True}, "mlp_bias is True, and here it is False"),
-        ({"mamba_num_heads": 8}, "mamba_num_heads · mamba_head_dim is 64, and here it is"),
         ({"num_key_value_heads": 3}, "n_kv_heads must divide n_heads = 4, got 3"),
     ],
     "bamba": [
-        ({"attention_bias": True}, "attention_bias is True, and here it is False"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "and here rope_type is 'default'"),
         ({"rope_scaling": {"factor": 2.0}}, "and here rope_type is 'default'"),
         ({"attn_layer_indices": []}, "the weights have no model.layers.1.mamba."),
@@ -336,7 +329,7 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     having = lambda name, tensors: folder_of(tmp_path / name, tensors=weights() | tensors)
     for folder, words in (
         (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
-        (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that .* hf download"),
+        (tmp_path / "nowhere", r"nowhere is no folder; give one that .* hf download"),
         (having("q", quantized), r"layers.1.mixer.D is of dtype I8, and here weights"),
         (having("g", grouped), r"conv1d.weight has shape \(72, 2, 3\), and by .* \(72, 1, 3\)"),
         (having("t", twice), r"the weights have norm_f.weight twice"),
@@ -372,16 +365,12 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
     ("name", "content", "words"),
     [
         (INDEX, of_index("../secret"), "'../secret' lies outside of the folder"),
-        (INDEX, of_index("/etc/hostname"), "'/etc/hostname' lies outside of the folder"),
         (INDEX, of_index("link"), "'link' lies outside of the folder"),
         (INDEX, of_index("part"), "'part' is no file"),
-        (INDEX, of_index(""), "'' is no file"),
         (INDEX, of_index("a\0"), r"'a\\x00' cannot be read"),
         (INDEX, '{"a":' * 99_999, "is no index of weights: it is nested too deep"),
         (WEIGHTS, with_a_tensor_twice, "has 'backbone.norm_f.weight' twice, with two values"),
-        (WEIGHTS, None, "'model.safetensors' is no file"),
         ("config.json", None, "'config.json' is no file"),
-        ("config.json", "[" * 99_999, "is no configuration of a model: it is nested too deep"),
         ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
         ("config.json", '{"a": ' + "9" * 9999 + "}", "is no configuration .* 9999 digits"),
         ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
@@ -391,7 +380,6 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
         ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json is no tokenizer: .*surrogates"),
-        ("tokenizer.json", '{"a": 1, "a": 2}', "tokenizer.json is no tokenizer: it has 'a' twice"),
     ],
 )
 def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words):
@@ -662,63 +650,36 @@ def argv(tmp_path):
 
 
 @EXHAUSTIVE
-def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
-    small = ModelConfig(16, 1, d_state=5, vocab_size=300, dt_rank=1)
-    begun, out = tmp_path / "begun", tmp_path / "run"
-    hf.save(begun, small, random_params(small))
-    flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
-    command(capsys, *argv, *flags, "--steps", 2)
-    config, info = checkpoint.read(out)
-    assert (config.preset, config.optimizer.lr) == ("micro", PRESETS["micro"].optimizer.lr)
-    assert (config.init_hf, config.model) == (str(begun), small)
-
-    ((_, (batch,)),) = data.reopen(config, out, info).validation(config)
-    loss = loss_float64(small, random_params(small), batch.tokens)
-    first = read_metrics(out / "metrics.jsonl")[0]
-    assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
-
-    shutil.rmtree(begun)  # a run that has a checkpoint needs it no more
-    resume = ["train", "--resume", "--out", out, "--steps", 4]
-    assert f"model    {begun}, " in command(capsys, *resume)
-    assert checkpoint.steps(out) == [2, 4]
-    assert sample.load(out).config == small
-    assert "the run's" in command(capsys, *resume, "--init-hf", "other", code=1)
-    shutil.rmtree(out / "checkpoints")  # killed before the first
-    assert f"there is no folder {begun}" in command(capsys, *resume, code=1)
-    folder_of(begun)
-    line = command(capsys, *resume, code=1)
-    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line
-
-
-@EXHAUSTIVE
-def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
-    """A run with a tokenizer is exported, and another begins with that, and with its tokenizer."""
+def test_a_run_begins_with_what_another_left(tmp_path, capsys, argv):
+    """Its model and tokenizer, exported, which it needs until it has a checkpoint of its own."""
     out, theirs, more = (tmp_path / name for name in ("run", "theirs", "more"))
-    argv += ["--preset", "micro"]
-    command(capsys, *argv, "--tokenizer", "bpe:270", "--out", out)
+    command(capsys, *argv, "--preset", "micro", "--tokenizer", "bpe:270", "--out", out)
     command(capsys, "export", "--run", out, "--hf", theirs)
     model = check_exported_tokenizer(out, theirs)
-    options = ["--prompt", "state", "--prompt", "", "--seed", 3, "--length", 40]
-    texts = [command(capsys, "sample", *at, *options) for at in (("--run", out), ("--hf", theirs))]
-    assert texts[0] == texts[1]
-
-    command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    config, _ = checkpoint.read(more)
-    assert (config.tokenizer, config.vocab_size) == (str(theirs), model.config.vocab_size)
-    tokenizer = (theirs / "tokenizer.json").read_text()
-    assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
-    assert sample.load(more).encode("state") == model.encode("state")
+    begun = [*argv, "--init-hf", theirs, "--out"]
+    command(capsys, *begun, more, "--steps", 2)
+    config, info = checkpoint.read(more)
+    size = model.config.vocab_size
+    assert (config.preset, config.tokenizer, config.vocab_size) == ("micro", str(theirs), size)
     # Both runs have the same tokens: no document has a second one that begins it.
-    kept = [checkpoint.read(folder)[1] | {"folder": ""} for folder in (more, out)]
-    assert kept[0] == kept[1]
+    assert info | {"folder": ""} == checkpoint.read(out)[1] | {"folder": ""}
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
-    again = tmp_path / "again"
-    command(capsys, "export", "--run", more, "--hf", again)
-    assert (again / "tokenizer.json").read_text() == tokenizer
-    argv += ["--out", tmp_path / "x", "--init-hf", theirs]
-    line = command(capsys, *argv, "--vocab-size", 999, code=1)
+    command(capsys, "export", "--run", more, "--hf", again := tmp_path / "again")
+    assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
+
+    line = command(capsys, *begun, tmp_path / "x", "--vocab-size", 999, code=1)
     assert f"--vocab-size is what the checkpoint of --init-hf {theirs} has; leave it out" in line
     os.truncate(theirs / WEIGHTS, 999)
-    assert "model.safetensors is damaged" in command(capsys, *argv, code=1)
+    assert "model.safetensors is damaged" in command(capsys, *begun, tmp_path / "x", code=1)
     assert not (tmp_path / "x").exists()  # nothing was tokenised
+    shutil.rmtree(theirs)
+    resume = ["train", "--resume", "--out", more, "--steps", 4]
+    assert f"model    {theirs}, " in command(capsys, *resume)
+    assert checkpoint.steps(more) == [2, 4]
+    assert "the run's" in command(capsys, *resume, "--init-hf", "other", code=1)
+    shutil.rmtree(more / "checkpoints")  # killed before the first
+    assert f"{theirs} is no folder" in command(capsys, *resume, code=1)
+    folder_of(theirs)
+    line = command(capsys, *resume, code=1)
+    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line

@@ -159,8 +159,7 @@ _ALONE = {"--remat": "layer", "--profile": "auto"}
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The command that arguments name, and its flags; of a configuration those that are given.
 
-    Raises:
-      SystemExit: on --help, --version and wrong flags, of which a line on stderr tells.
+    SystemExit on --help, --version and wrong flags, of which a line on stderr tells.
     """
     if [*argv] == ["--version"]:
         import jaxkern
@@ -238,14 +237,10 @@ def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command by these arguments, by default those of the process.
+    """Run a command by these arguments, by default those of the process; SystemExit as `parse`.
 
-    Returns:
-        The exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
-        signal, 141 where the output of a training run was closed.
-
-    Raises:
-        SystemExit: on --help, --version and wrong flags.
+    Returns the exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
+    signal, 141 where the output of a training run was closed.
     """
     name, flags = parse(sys.argv[1:] if argv is None else argv)
     # Text of any language is sampled, and not every terminal can show it.

@@ -232,10 +232,8 @@ class ModelConfig:
             raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
         (queries, keys), width = self.heads
         inner, divisors = self.expand * self.d_model, []
-        told, of_heads = (
-            "the inner channels, expand · d_model",
-            "the heads, expand · d_model / head_dim",
-        )
+        told = "the inner channels, expand · d_model"
+        of_heads = "the heads, expand · d_model / head_dim"
         if "mamba" not in self.kinds:
             divisors = [("head_dim", self.head_dim, told, inner)]
         if "mamba2" in self.kinds:
@@ -296,12 +294,8 @@ class ModelConfig:
         # Which import JAX, and --help does not wait for it.
         from jaxkern.nn import delta_net, mamba, mamba2
 
-        blocks = (
-            mamba.BLOCK,
-            mamba2.BLOCK,
-            delta_net.GATED_DELTA_NET,
-            delta_net.KIMI_DELTA_ATTENTION,
-        )
+        of_delta = delta_net.GATED_DELTA_NET, delta_net.KIMI_DELTA_ATTENTION
+        blocks = mamba.BLOCK, mamba2.BLOCK, *of_delta
         return next(block for block in blocks if block.name in self.kinds)
 
     @functools.cached_property
@@ -338,9 +332,8 @@ class ModelConfig:
     def heads(self) -> tuple[tuple[int, int], int]:
         """Heads of attention, of queries and of keys and values; and the channels of one."""
         queries = self.n_heads or max(1, self.d_model // 64)
-        return (queries, self.n_kv_heads or queries), (
-            self.attention_head_dim or self.d_model // queries
-        )
+        width = self.attention_head_dim or self.d_model // queries
+        return (queries, self.n_kv_heads or queries), width
 
     @property
     def mlp_width(self) -> int:
@@ -542,11 +535,7 @@ class TrainConfig:
         return config
 
     def with_values(self, values: Mapping[str, Any]) -> "TrainConfig":
-        """The configuration with other values, by names such as ``"model.d_model"``.
-
-        Raises:
-          RunError: a value is wrong.
-        """
+        """The configuration with other values, by names such as ``"model.d_model"``."""
         return _built(_flat(self) | dict(values))
 
     def save(self, path: Path) -> None:
@@ -557,11 +546,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "TrainConfig":
-        """Read a configuration, of a run or one's own; what it leaves out is the preset's.
-
-        Raises:
-          RunError: it is no such file, or a name or a value in it is wrong.
-        """
+        """Read a configuration, of a run or one's own; what it leaves out is the preset's."""
         return cls.from_flags({}, Path(path))
 
     def for_tokens(self, size: int) -> "TrainConfig":

@@ -36,7 +36,7 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxkern.lm import checkpoint, data, sample, untrusted
+from jaxkern.lm import checkpoint, sample, untrusted
 from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import ModelConfig, RunError
 from jaxkern.lm.data import write_atomically
@@ -159,19 +159,14 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     config = untrusted.read_json(folder, CONFIG, "configuration of a model")
-    if config is None and not folder.exists():
-        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if config is None:
-        raise RunError(f"{folder} holds no checkpoint (no {CONFIG}); {HOW_TO_GET}")
+        what = f"holds no checkpoint (no {CONFIG})" if folder.exists() else "is no folder"
+        raise RunError(f"{folder} {what}; {HOW_TO_GET}")
     return config
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
-    """The shape of the model that config.json describes.
-
-    Raises:
-      RunError: it is not one that the model here can be.
-    """
+    """The shape of the model that config.json describes; RunError if none here can have it."""
     try:
         return _layout(config).shape(config)
     except ValueError as error:  # of values that do not fit one another
@@ -266,24 +261,13 @@ def export(
 ) -> sample.LanguageModel:
     """Write a checkpoint of a run so that transformers, and ``jaxkern sample --hf``, read it.
 
-    Args:
-      run: the run's folder.
-      folder: is made if it is not there; a checkpoint of Hugging Face in it is replaced. What the
-        model is goes to config.json and model.safetensors; the run's tokenizer goes along, and what
-        else the checkpoint has that the run began with.
-      step: which checkpoint of the run; by default the newest that is whole.
-      dtype: "fp32" or "bf16", of the weights.
-
-    Returns:
-      The model that was written, in the dtypes of the run.
-
-    Raises:
-      RunError: with what is wrong and what to do.
+    The run's tokenizer goes along, and what else the checkpoint has that the run began with; one of
+    Hugging Face that is in the folder is replaced. Returns the model, in the dtypes of the run.
     """
     model, notes = sample.load_run(run, step=step)
     for note in notes:
         say(f"warning: {note}")
-    config, info = checkpoint.read(run)
+    config, _ = checkpoint.read(run)
     begun = Path(config.init_hf)
     like = begun if config.init_hf and (begun / CONFIG).exists() else None
     if checkpoint.is_run(folder) or ((folder / CONFIG).exists() and not is_hf(folder)):
@@ -293,8 +277,7 @@ def export(
         save(folder, model.config, params, like=like)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    tokenizer = data.open_tokenizer(config.tokenizer, run, info)
-    _write_tokenizer(folder, tokenizer, like, config.tokenizer)
+    _write_tokenizer(folder, model.codec, like, config.tokenizer)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 

@@ -212,7 +212,7 @@ class Progress:
     def __init__(self, *, start: int, steps: int, tokens_per_byte: float = 1.0, shown: bool = True):
         self._start, self._steps, self._bits = start, steps, BITS * tokens_per_byte
         self._began = time.perf_counter()
-        self._bar, self._text = None, ""
+        self._bar = None
         if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
             form = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left"
             options = {"unit": "step", "dynamic_ncols": True, "bar_format": form}
@@ -226,14 +226,13 @@ class Progress:
         text = f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · {speed:,.0f} tokens/s"
         known = records[-1].get("validation_bits_per_byte") is not None
         held_out = f" · {validation_told(records[-1])}" if known else ""
-        self._text = f"{text} · "
         if self._bar is None:
             left = (time.perf_counter() - self._began) / (step - self._start) * (self._steps - step)
             left = tqdm.format_interval(left)
             stop.say(f"step {step}/{self._steps} · {text} · {left} left{held_out}")
             return
         with stop.output_may_close():
-            self._bar.set_description_str(self._text, refresh=False)
+            self._bar.set_description_str(f"{text} · ", refresh=False)
             self._bar.update(step - self._bar.n)
             if held_out:
                 self._bar.write(f"step {step}{held_out}")
@@ -245,17 +244,12 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, step: int, what: str) -> Iterator[None]:
-        """Show on a terminal that steps wait for `what`; elsewhere, afterwards, for how long."""
+        """Say afterwards, where there is no bar, for how long steps waited for `what`."""
         began = time.perf_counter()
+        yield
         if self._bar is None:
-            yield
             seconds = time.perf_counter() - began
             stop.say(f"step {step}/{self._steps} · {what} took {seconds:.2f} s")
-            return
-        with stop.output_may_close():
-            self._bar.set_description_str(f"{what} at step {step} · ")
-        yield
-        self._bar.set_description_str(self._text, refresh=False)
 
     def close(self) -> None:
         if self._bar is not None:

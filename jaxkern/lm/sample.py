@@ -60,11 +60,7 @@ class LanguageModel:
     codec: Bytes | Tokenizer | None = dataclasses.field(default=Bytes(), repr=False)
 
     def module(self, options: Options | None = None) -> MambaLM:
-        """The flax.nnx module with these parameters, to be trained further or changed.
-
-        Args:
-          options: how it runs: dtypes, implementation, recomputation.
-        """
+        """The flax.nnx module with these parameters, to be trained further or changed."""
         return nnx.merge(make_model(self.config, options or Options()), self.params)
 
     def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
@@ -123,11 +119,7 @@ class LanguageModel:
     def write(self, prompts: Sequence[str], **options: Any) -> None:
         """Write texts and what follows them to stdout; of one prompt as it is decoded.
 
-        On a terminal escapes stand for what would control it.
-
-        Args:
-          prompts: what the texts begin with.
-          **options: as for :meth:`generate`.
+        On a terminal escapes stand for what would control it. Options are as for :meth:`generate`.
         """
         if len(prompts) == 1:
             _show(prompts[0])
@@ -163,10 +155,7 @@ class LanguageModel:
         timing: "Timing | None" = None,
         **options: Any,
     ) -> Iterator[list[Any]]:
-        """The next piece of what follows each prompt, as it is decoded: a text or tokens.
-
-        Without a codec any token may be drawn.
-        """
+        """The next piece of what follows each prompt, as it is decoded: a text or tokens."""
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
         if not all(stop):
@@ -180,7 +169,7 @@ class LanguageModel:
             _reader(codec.decoder(tokens), stop) if t else lambda tokens, final: (tokens, final)
             for tokens, t in zip(ids, of_text, strict=True)
         ]
-        drawn, ends = (None, ()) if codec is None else (codec.drawn, codec.ends)
+        drawn, ends = (None, ()) if codec is None else (codec.drawn, codec.ends)  # None for any
         graphdef = make_model(self.config, Options())  # fp32 costs nothing for a few rows
         going = [True] * len(ids)
         for chunk in generate_tokens(graphdef, self.params, ids, among=drawn, **options):
@@ -218,7 +207,7 @@ def _several(prompts: Any) -> tuple[list[Any], bool]:
 def _reader(decode: Callable[[Sequence[int], bool], str], stops: Sequence[str]) -> Any:
     """A function (next tokens, whether they are the last) -> the next piece, and whether it is.
 
-    The text ends before the one of several others that is the first to be whole in it.
+    The text ends before the stop that is the first to be whole in it.
     """
     text, sure, longest = "", 0, max(map(len, stops), default=1)
 
@@ -305,10 +294,7 @@ def load(folder: str | os.PathLike[str], *, step: int | None = None) -> Language
 
 
 def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
-    """Load a run's newest whole checkpoint, or the one of a step; RunError if it cannot.
-
-    Returns the model, and what to tell of damaged checkpoints that are newer.
-    """
+    """A run's newest whole checkpoint, or that of a step, and what to tell of damaged ones."""
     config, info = checkpoint.read(run)
     policy = precision_policy(config)
     like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
@@ -336,11 +322,10 @@ def generate_tokens(
     among: Collection[int] | None = None,
     **options: Any,
 ) -> Iterator[np.ndarray]:
-    """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
+    """Decode tokens after each of several prompts, B, of at least one, in pieces (B, n), int32.
 
-    The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
-    given, of which the model may lack some, by default all. The other options and the errors are as
-    for :meth:`LanguageModel.generate`.
+    They are drawn `among` those given, of which the model may lack some, by default all. The other
+    options and the errors are as for :meth:`LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
@@ -432,11 +417,7 @@ def _prefill(graphdef, params, tokens, mask, state, room):
 )
 @jax.default_matmul_precision("highest")
 def _decode(graphdef, params, logits, state, keys, start, **options):
-    """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
-
-    They are those after the first `start`. Where a row's logits are not numbers they are -1. The
-    memory of `logits` and `state` is used for those after the last token.
-    """
+    """The _CHUNK tokens, (B, _CHUNK), after the first `start`; -1 where logits are not numbers."""
     model = nnx.merge(graphdef, params)
 
     def one(carry, position):
