@@ -27,7 +27,7 @@ _TIMES: dict[str, Any] = {
     "heartbeat_timeout_seconds": 40,  # after which one without a sign of life is lost
     "shutdown_timeout_seconds": _LONG,
 }
-_BY_HAND = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1"
+_BY_HAND = "name --coordinator HOST:PORT, --processes N, --process from 0 to N-1, or --processes 1"
 _LOST = r"Gloo \w+ failed|remote process exited|Socket closed|heartbeat|distributed service"
 
 
@@ -181,18 +181,13 @@ def find(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict[str, Any] | None:
     """JAX's arguments by these flags or the environment; ``None`` for a process alone."""
-    flags = {"coordinator": coordinator, "processes": processes, "process": process}
     if processes == 1 and not process:
         return None
-    if not (given := [f"--{name} {value}" for name, value in flags.items() if value is not None]):
+    if coordinator is None and processes is None and process is None:
         return _launched()
-    if coordinator is None or processes is None or process is None:
-        missing = " and ".join(f"--{name}" for name, value in flags.items() if value is None)
-        remedy = "give every process the same --coordinator and --processes, and its own --process"
-        raise RunError(f"{' '.join(given)} needs {missing}, too; {remedy}")
-    if process >= processes:
-        remedy = f"they are numbered from 0 to {processes - 1}"
-        raise RunError(f"--process {process} is not one of --processes {processes}; {remedy}")
+    if coordinator is None or processes is None or process is None or process >= processes:
+        given = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
+        raise RunError(f"{given} do not go together; {_BY_HAND}")
     arguments = {"coordinator_address": coordinator, "num_processes": processes}
     return arguments | {"process_id": process, "cluster_detection_method": "deactivate"}
 

@@ -254,17 +254,13 @@ def _json_text(line: str, field: str) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise NotTextError(f"is not JSON Lines ({error})") from None
-    if not isinstance(record, dict):
-        found = f"is {json.dumps(record):.40}"
-        raise NotTextError(f'{found}, not an object with the field "{field}"')
-    if field not in record:
-        fields = ", ".join(map(json.dumps, record)) or "no field"
-        found = f'has no "{field}" of a document, but {fields}'
-        raise NotTextError(f"{found}; name the field {_BEHIND}")
+    if not isinstance(record, dict) or field not in record:
+        found = ", ".join(map(json.dumps, record)) if isinstance(record, dict) else line.strip()
+        what = f'has no "{field}" of a document, but {found:.200}'
+        raise NotTextError(f"{what}; name the field {_BEHIND}")
     text = record[field]
     if not isinstance(text, str | None):
-        found = f'has {json.dumps(text):.40} as its "{field}", not a string'
-        raise NotTextError(f"{found}; leave the line out, or name the field {_BEHIND}")
+        raise NotTextError(f'has {json.dumps(text):.40} as its "{field}", not a string')
     if text and not text.isascii():  # half a character, as where a text was cut, becomes U+FFFD
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text or ""
