@@ -86,14 +86,12 @@ def read(run: Path) -> tuple[TrainConfig, dict[str, Any]]:
         raise RunError(f"{run} holds no run (no {_RECORD}); give the --out of a jaxkern train")
     try:
         record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-        found, data = record["format"], dict(record["data"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        what = f"{run / _RECORD} is damaged ({type(error).__name__}: {error})"
-        raise RunError(f"{what}; restore it, or train again") from None
-    if found != FORMAT:
+    except ValueError as error:
+        raise RunError(f"{run / _RECORD} is damaged ({error}); restore it") from None
+    if (found := record["format"]) != FORMAT:
         what = f"{run} was not written by this version of jaxkern"
         raise RunError(f"{what}: its format is {found!r}, not {FORMAT!r}; train again")
-    return TrainConfig.load(run / _CONFIG), data
+    return TrainConfig.load(run / _CONFIG), record["data"]
 
 
 def steps(run: Path) -> list[int]:
