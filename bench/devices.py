@@ -139,7 +139,7 @@ def _first_step(config: TrainConfig, devices: Sequence[Any]) -> Any:
     tokens = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
-    windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
+    windows = jax.device_put(placement.split.windows(tokens), placement.windows(None))
     step = lambda state: programs.step(state, Packed(windows), schedule_of(config))
     return step, jax.block_until_ready(step(programs.init(np.int32(config.seed)))[0])
 

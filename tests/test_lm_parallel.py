@@ -122,7 +122,7 @@ def test_gradients_of_a_split_model_are_those_of_float64(monkeypatch, preset, me
     batch = windows(model.vocab_size, length)[0, :4]
     step = program.lowered_step(configuration, placement).compile()
     state = begun(configuration, placement)
-    parts = put(placement, data.Packed(batch[None]), placement.second_split)
+    parts = put(placement, data.Packed(batch[None]), placement.windows(None))
     state, metrics = step(state, parts, schedule_of(configuration))
     params, grads = random_params(model), stored(placement, state.params)
     squares = sum((grad.astype(float) ** 2).sum() for grad in jax.tree.leaves(grads))
@@ -142,7 +142,7 @@ def trained(preset, **flags):
     for batch in batches:
         in_parts = lambda leaf: leaf.reshape(configuration.grad_accum, -1, leaf.shape[-1])
         parts = jax.tree.map(in_parts, with_segments(batch, configuration))
-        parts = put(placement, parts, placement.second_split)
+        parts = put(placement, parts, placement.windows(None))
         state, metrics = step(state, parts, schedule_of(configuration))
         numbers.append([float(metrics["loss"]), float(metrics["grad_norm"])])
         if first is None:
@@ -150,7 +150,7 @@ def trained(preset, **flags):
     rows = with_segments(batches[0], configuration)
     rows = jax.tree.map(lambda leaf: leaf[: BATCH // configuration.grad_accum], rows)
     loss = program.lowered_loss(configuration, placement).compile()
-    return np.array(numbers), first, loss(state.params, put(placement, rows, placement.first_split))
+    return np.array(numbers), first, loss(state.params, put(placement, rows, placement.windows()))
 
 
 @exhaustive

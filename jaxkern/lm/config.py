@@ -112,7 +112,7 @@ def typed(hint: Any, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn.
+    """Options of drawing tokens.
 
     Attributes:
       length: tokens to write.
@@ -511,7 +511,7 @@ class TrainConfig:
 
     @property
     def device_count(self) -> int | None:
-        """How many devices --devices or --mesh name, or ``None``."""
+        """The number of devices that --devices or --mesh name, or ``None``."""
         if self.mesh and self.devices == "auto":
             return math.prod(axes_of(self.mesh).values())
         return int(self.devices) if self.devices.isdigit() else None

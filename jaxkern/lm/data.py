@@ -132,8 +132,8 @@ class Corpus:
         sources = self.info["sources"]
         documents = sum(source[part]["documents"] for source in sources for part in _PARTS)
         train, held_out = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
-        text = f"{train:,} tokens to train on, {held_out:,} held out; documents: {documents:,}; "
-        text += f"{1 / self.tokens_per_byte:.2f} bytes per token"
+        text = f"{documents:,} document{'s' * (documents != 1)}: {train:,} tokens to train on, "
+        text += f"{held_out:,} held out; {1 / self.tokens_per_byte:.2f} bytes per token"
         examples = [source["example"] for source in sources if source["skipped"]]
         return text + describe_skipped(sum(s["skipped"] for s in sources), [*examples, ""][0])
 

@@ -64,29 +64,20 @@ def value_of(content: Mapping[str, Any], name: str, default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Transformers' layout of the language models of one of its classes.
-
-    Attributes:
-      model_type: what config.json calls it.
-      architecture: the class of transformers.
-      kinds: what a layer can be, how its tensors' names begin, and the name of its norm.
-      keys: the keys of config.json: of each a field of the model's shape, and the default. The
-        fields "heads" of Mamba-2 and "inner", the channels of Mamba, follow from others.
-      fixed: what config.json may say otherwise, and the models here cannot be.
-      read, write: the other fields, from the content and what the keys say, and the other keys.
-      outer: the names of the embedding and of the last norm.
-      gated: whether one layer of theirs is two here, and attention rotates its heads.
-    """
+    """Transformers' layout of the language models of one of its classes."""
 
     model_type: str
-    architecture: str
-    kinds: Mapping[str, tuple[str, str]]
+    architecture: str  # the class
+    kinds: Mapping[str, tuple[str, str]]  # of layers, how their tensors' names begin, their norms
+    # Of each key of config.json a field of the model's shape, and the default. Fields "heads" of
+    # Mamba-2 and "inner", the channels of Mamba, follow from others.
     keys: Mapping[str, tuple[str, Any]]
-    fixed: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, tuple[Any, ...]]  # what config.json may say otherwise, and models here not
+    # The other fields, from the content and what the keys say, and the other keys.
     read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda *_: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
     outer: tuple[str, str] = ("backbone.embeddings.weight", "backbone.norm_f.weight")
-    gated: bool = False
+    gated: bool = False  # one layer of theirs is two here, and attention rotates its heads
 
     @property
     def prefix(self) -> str:
@@ -141,11 +132,7 @@ class Layout:
         return ModelConfig(**fields | self.read(content, fields))
 
     def content(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json for a model of this shape.
-
-        Raises:
-          ValueError: transformers has no such model.
-        """
+        """The keys of config.json for a model of this shape; ValueError if there is none."""
         for name, other in (("norm_groups", "n_groups"), ("norm_eps", "eps")):
             own, same = getattr(config, name), getattr(config, other)
             if "mamba2" in config.kinds and own not in (None, same):

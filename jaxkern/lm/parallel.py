@@ -97,10 +97,7 @@ class Split:
     # Where a parameter lies
 
     def specs(self, tree: Any, *, stored: bool = False) -> Any:
-        """The specs of the leaves of a tree of parameters, or of a training state.
-
-        `stored` is for the order of columns that checkpoints have.
-        """
+        """The specs of parameters or a training state, or with `stored` of those in checkpoints."""
         return jax.tree.map_with_path(lambda path, _: self._spec(path, stored), tree)
 
     def _spec(self, path: Any, stored: bool) -> PartitionSpec:
@@ -141,8 +138,8 @@ class Split:
     def added_up(self, grads: Any, *, exchanged: bool) -> Any:
         """Adds up the devices' gradients of all parameters.
 
-        They are those of what :meth:`gathered` was given if they are `exchanged`. Else they are
-        those of what it gives, and of the sum of those of a matrix each device keeps its part.
+        They are those of what :meth:`gathered` was given if they are `exchanged`, else of what it
+        gives; each device keeps its part.
         """
 
         def summed(path, grad):
@@ -164,10 +161,7 @@ class Split:
         return _DIMENSIONS.get(name, (None, None))[1] if self.axis("fsdp") else None
 
     def _summed_over(self, name: str) -> tuple[str, ...] | None:
-        """The axes over which the gradients of a parameter are added up, if there are any.
-
-        Over `fsdp` those of one that is split are added up where they are scattered.
-        """
+        """The axes over which a parameter's gradients are added up, and not scattered by `fsdp`."""
         scattered = self._gathered_dimension(name) is not None
         over = (axis for axis in TOKENS if not (scattered and axis == "fsdp"))
         return tuple(axis for axis in over if self.axis(axis)) or None
@@ -196,10 +190,7 @@ class Split:
 
     @property
     def _reordered(self) -> dict[str, int]:
-        """The parameters whose columns a split over `tensor` reorders, and which dimension it is.
-
-        The dimension is counted with that of the layers.
-        """
+        """The parameters whose columns `tensor` reorders, and their dimension, of all layers'."""
         if self.tensor == 1:
             return {}
         if isinstance(self.model.sizes, mamba2.Sizes | delta_net.Sizes):
@@ -221,10 +212,7 @@ class Split:
         return convolved if name.startswith("conv") else [inner, *convolved, (sizes.heads, True)]
 
     def _order(self, name: str) -> np.ndarray:
-        """The checkpoint's column of each column of the devices, one device after the other.
-
-        Columns that are not split are there once for each device.
-        """
+        """The checkpoint's column of each column of the devices, one device after the other."""
         parts = self.parts(name)
         starts = np.cumsum([0, *(size for size, _ in parts[:-1])])
         columns = []
@@ -280,10 +268,7 @@ _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (None, 0)),  # (D, …)
     **dict.fromkeys(("o_proj", "down_proj"), (None, 1)),  # (…, D)
 }
-"""The dimensions of a parameter that `tensor` and `fsdp` split, without that of the layers.
-
-What is not among them every device has whole.
-"""
+"""The dimensions of a layer's parameter that `tensor` and `fsdp` split; others all have whole."""
 
 _OUTER = ("embedding", "head")
 

@@ -63,17 +63,10 @@ class Placement:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    @property
-    def first_split(self) -> Any:
-        """Windows of tokens whose first axis is the batch."""
+    def windows(self, *before: None) -> Any:
+        """The sharding of windows of tokens (B, L + 1), with an axis for each None before them."""
         batch = tuple(axis for axis in BATCH if self.split.axis(axis))
-        return self.sharding(batch, self.split.axis("sequence"))
-
-    @property
-    def second_split(self) -> Any:
-        """Windows of tokens whose second axis is the batch."""
-        batch = tuple(axis for axis in BATCH if self.split.axis(axis))
-        return self.sharding(None, batch, self.split.axis("sequence"))
+        return self.sharding(*before, batch, self.split.axis("sequence"))
 
     def shardings(self, tree: Any, *, stored: bool = False) -> Any:
         """The shardings of parameters or of a training state, as :meth:`Split.specs` has them."""
@@ -157,7 +150,7 @@ def lowered_step(
     config: TrainConfig, placement: Placement, platform: str | None = None
 ) -> jax.stages.Lowered:
     """Lowers the training step, by default for the platform of the placement's devices."""
-    split, by_parts = placement.split, placement.second_split
+    split, by_parts = placement.split, placement.windows(None)
     rows = config.grad_accum, config.batch_size // config.grad_accum
     windows = abstract_batch(config, rows, split, by_parts)
     state = abstract_state(config, placement)
@@ -174,7 +167,7 @@ def lowered_step(
 
 def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
     """(parameters, windows (B/K, L + 1)) -> the mean cross-entropy, lowered."""
-    split, by_rows = placement.split, placement.first_split
+    split, by_rows = placement.split, placement.windows()
     rows = (config.batch_size // config.grad_accum,)
     windows = abstract_batch(config, rows, split, by_rows)
     params = abstract_state(config, placement).params

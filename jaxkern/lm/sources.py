@@ -235,11 +235,7 @@ def _texts(file: File) -> Iterator[Part]:
 
 
 def _json_texts(file: File) -> Iterator[Part]:
-    """Yields the texts of JSON Lines, "" where a field is null.
-
-    By the standard library and not by pyarrow, whose reader takes a misspelt field for nulls, and
-    names no line of a record that it cannot read.
-    """
+    """Yields the texts of JSON Lines, "" where a field is null; pyarrow's reader names no line."""
     with _open(file.path) as (stream, position):
         for number, line in enumerate(stream, 1):
             if line.strip():

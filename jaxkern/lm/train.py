@@ -359,7 +359,7 @@ class Trainer:
         The loss is that of all tokens; of several sources the mean by their shares, beside the loss
         and perplexity of each, whose names follow a slash.
         """
-        split, sharding = self.placement.split, self.placement.first_split
+        split, sharding = self.placement.split, self.placement.windows()
         placed = lambda batch: data.put(jax.tree.map(split.windows, batch), sharding)
         held_out, loss_of = self._corpus.validation(self.config), self._programs.loss
         sources = [source for source, _ in held_out]
@@ -398,7 +398,7 @@ class Trainer:
         config, split = self.config, self.placement.split
         shape = config.grad_accum, -1, config.seq_len + 1
         parts = jax.tree.map(lambda leaf: split.windows(leaf.reshape(shape)), batch)
-        return data.put(parts, self.placement.second_split)
+        return data.put(parts, self.placement.windows(None))
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
         """Wait for the pending steps, and make records of their metrics."""
