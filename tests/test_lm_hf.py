@@ -339,9 +339,9 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     for file, content, words in (  # one change after the other
         (WEIGHTS, "damaged", r"model.safetensors is damaged"),
         (WEIGHTS, None, r"holds no model.safetensors; download it whole, or write .*save_pretr"),
-        (INDEX, [], r"index.json is no index of weights"),
+        (INDEX, [], "index.json cannot be read: it is no JSON object"),
         ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or have"),
-        ("config.json", [], r"config.json is no configuration"),
+        ("config.json", [], "config.json cannot be read: it is no JSON object"),
     ):
         (stored / file).unlink(missing_ok=True)
         if content is not None:
@@ -368,18 +368,18 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         (INDEX, of_index("link"), "'link' lies outside of the folder"),
         (INDEX, of_index("part"), "'part' is no file"),
         (INDEX, of_index("a\0"), r"'a\\x00' cannot be read"),
-        (INDEX, '{"a":' * 99_999, "is no index of weights: it is nested too deep"),
+        (INDEX, '{"a":' * 99_999, "cannot be read: it is nested too deep"),
         (WEIGHTS, with_a_tensor_twice, "has 'backbone.norm_f.weight' twice, with two values"),
         ("config.json", None, "'config.json' is no file"),
         ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
-        ("config.json", '{"a": ' + "9" * 9999 + "}", "is no configuration .* 9999 digits"),
+        ("config.json", '{"a": ' + "9" * 9999 + "}", "cannot be read: .* 9999 digits"),
         ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
         ("generation_config.json", '{"eos_token_id": [{}]}', r"eos_token_id is \[{}\], and is"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
-        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json is no tokenizer: .*surrogates"),
+        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json cannot be read: .*surrogates"),
     ],
 )
 def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words):

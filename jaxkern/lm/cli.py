@@ -344,9 +344,7 @@ def _sample(flags: dict[str, Any]) -> None:
     from jaxkern.lm import sample
 
     if folder is None:
-        model, notes = sample.load_run(run)
-        for note in notes:
-            stop.tell(f"warning: {note}")
+        model = sample.load_run(run, lambda note: stop.tell(f"warning: {note}"))
     else:
         model = sample.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None

@@ -158,7 +158,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config = untrusted.read_json(folder, CONFIG, "configuration of a model")
+    config = untrusted.read_json(folder, CONFIG)
     if config is None:
         what = f"holds no checkpoint (no {CONFIG})" if folder.exists() else "is no folder"
         raise RunError(f"{folder} {what}; {HOW_TO_GET}")
@@ -207,7 +207,7 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     """
     names: Any = [_WEIGHTS]
     if untrusted.file_in(folder, _WEIGHTS) is None:
-        index = untrusted.read_json(folder, _INDEX, "index of weights")
+        index = untrusted.read_json(folder, _INDEX)
         weight_map = {"": _WEIGHTS} if index is None else index.get("weight_map")
         names = weight_map.values() if isinstance(weight_map, dict) else [None]
         if not all(isinstance(name, str) for name in names):
@@ -248,7 +248,7 @@ def _check_header(path: Path) -> None:
     """Refuse a file of safetensors that has a tensor twice: its reader takes the last."""
     with open(path, "rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        untrusted.parse(file.read(size).decode(), path, "file of safetensors")
+        untrusted.parse(file.read(size).decode(), path)
 
 
 def _shown(name: str) -> str:
@@ -264,9 +264,7 @@ def export(
     The run's tokenizer goes along, and what else the checkpoint has that the run began with; one of
     Hugging Face that is in the folder is replaced. Returns the model, in the dtypes of the run.
     """
-    model, notes = sample.load_run(run, step=step)
-    for note in notes:
-        say(f"warning: {note}")
+    model = sample.load_run(run, lambda note: say(f"warning: {note}"), step=step)
     config, _ = checkpoint.read(run)
     begun = Path(config.init_hf)
     like = begun if config.init_hf and (begun / CONFIG).exists() else None
@@ -295,7 +293,7 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     begin, end = tokenizer.begin, tokenizer.end
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": source.pad}
     for name in (CONFIG, _GENERATION):
-        content = untrusted.read_json(folder, name, "configuration")
+        content = untrusted.read_json(folder, name)
         if content is None:
             continue
         kept = {key: v for key, v in content.items() if begun or not key.endswith("_token_id")}

@@ -28,7 +28,7 @@ CONFIG = "config.json"
 
 def is_hf(folder: Path) -> bool:
     """Whether a folder holds a config.json of Hugging Face's layout; RunError if it is damaged."""
-    return "model_type" in (untrusted.read_json(folder, CONFIG, "configuration of a model") or {})
+    return "model_type" in (untrusted.read_json(folder, CONFIG) or {})
 
 
 HOW_TO_GET = (

@@ -208,7 +208,14 @@ class MLP(_Layer):
 
     def __call__(self, x: jax.Array, cache: Any = (), **options: Any) -> Any:
         """x (..., D) -> the same shape; with `return_cache` also the cache, which holds nothing."""
-        out = self._times(self._inner(x), "down_proj")
+        how: Any = {"implementation": self.implementation}
+        inner = checkpoint_name(self._times(x, "up_proj"), "mlp_up")
+        if self.gate:
+            gate = checkpoint_name(self._times(x, "gate_proj"), "mlp_up")
+            inner = jaxkern.swiglu(gate, inner, **how)
+        else:
+            inner = jaxkern.relu_squared(inner, **how)
+        out = self._times(inner, "down_proj")
         return (out, cache) if options.get("return_cache") else out
 
     def step(self, x: jax.Array, cache: Any, **_: Any) -> tuple[jax.Array, Any]:
@@ -216,13 +223,6 @@ class MLP(_Layer):
 
     def init_cache(self, *_: int) -> Any:
         return ()
-
-    def _inner(self, x: jax.Array) -> jax.Array:
-        how: Any = {"implementation": self.implementation}
-        up = checkpoint_name(self._times(x, "up_proj"), "mlp_up")
-        if not self.gate:
-            return jaxkern.relu_squared(up, **how)
-        return jaxkern.swiglu(checkpoint_name(self._times(x, "gate_proj"), "mlp_up"), up, **how)
 
 
 _BLOCKS: Any = {"mamba": Mamba, "mamba2": Mamba2, "gdn": GatedDeltaNet, "kda": KimiDeltaAttention}

@@ -287,22 +287,20 @@ def load(folder: str | os.PathLike[str], *, step: int | None = None) -> Language
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
         return load_hf(folder)
-    model, notes = load_run(folder, step=step)
-    for note in notes:
-        warnings.warn(note, stacklevel=2)
-    return model
+    return load_run(folder, lambda note: warnings.warn(note, stacklevel=4), step=step)
 
 
-def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
-    """A run's newest whole checkpoint, or that of a step, and what to tell of damaged ones."""
+def load_run(run: Path, warn: Callable[[str], None], *, step: int | None = None) -> LanguageModel:
+    """Load a run's newest whole checkpoint, or that of a step, and warn of damaged ones."""
     config, info = checkpoint.read(run)
     policy = precision_policy(config)
     like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
-    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
+    for what in found.damaged:
+        warn(f"{what}; that of step {found.step} is loaded")
     codec = data.open_tokenizer(config.tokenizer, run, info)
-    return LanguageModel(config.model, found.state["params"], found.step, codec), notes
+    return LanguageModel(config.model, found.state["params"], found.step, codec)
 
 
 def load_hf(folder: Path | str) -> LanguageModel:

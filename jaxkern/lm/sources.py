@@ -31,6 +31,7 @@ _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test"}
 _CHUNK = 1 << 20  # characters of a file that are read at once
 _PART = 1 << 18  # characters of a part of a document, which has less than twice as many
 _ROWS = 256  # of Parquet that are read at once
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _BEHIND = "that holds the documents behind the path, as in PATH:FIELD"
 
 
@@ -89,7 +90,9 @@ class File:
             for piece, last, read in (self.pieces or _texts)(self):
                 text = text + piece if begun else (text + piece).lstrip(ends)
                 while len(text) >= 2 * _PART:
-                    cut = _between_words(text)
+                    near = text[(least := _PART - _PART // 64) : _PART]
+                    cuts = [least + found.start() for found in _BETWEEN_WORDS.finditer(near)]
+                    cut = [_PART, *cuts][-1]
                     yield Part(text[:cut], False, read)
                     text, begun = text[cut:], True
                 if last:
@@ -105,12 +108,6 @@ class File:
             if isinstance(error, OSError) and error.errno is not None:
                 raise NotTextError(f"cannot be read ({error.strerror})") from None
             raise NotTextError(f"cannot be decompressed ({error})") from None
-
-
-def _between_words(text: str) -> int:
-    """Find the last place between two words in the first `_PART` characters, or their end."""
-    cuts = [m.start() for m in re.finditer(r"(?<=\S)(?= \S)", text[_PART - _PART // 64 : _PART])]
-    return _PART - _PART // 64 + cuts[-1] if cuts else _PART
 
 
 def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:

@@ -30,7 +30,6 @@ _ENDS = ("</s>", "<eos>", "<|end_of_text|>", MARKER, "[EOS]", "[SEP]")
 _PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_WHAT = "configuration of a tokenizer"
 
 
 class Bytes:
@@ -215,7 +214,7 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
 
     said = settings(file.parent) if said is None else said
     text = untrusted.read_text(file, untrusted.LARGE)
-    untrusted.parse(text, file, "tokenizer")
+    untrusted.parse(text, file)
     with told(f"{file} cannot be read"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.encode("")
@@ -247,14 +246,14 @@ def settings(folder: Path) -> dict[str, Any]:
     Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
     they say nothing, and else they overrule it.
     """
-    said = untrusted.read_json(folder, "tokenizer_config.json", _WHAT) or {}
+    said = untrusted.read_json(folder, "tokenizer_config.json") or {}
     if "added_tokens_decoder" not in said:
-        older = untrusted.read_json(folder, "special_tokens_map.json", _WHAT) or {}
+        older = untrusted.read_json(folder, "special_tokens_map.json") or {}
         extra, more = (each.get("extra_special_tokens") for each in (said, older))
         if isinstance(extra, list) and isinstance(more, list):
             older["extra_special_tokens"] = extra + more
         said |= older
-        added = untrusted.read_json(folder, "added_tokens.json", _WHAT) or {}
+        added = untrusted.read_json(folder, "added_tokens.json") or {}
         special = {token.content for token in _added(said, folder)[1]}
         said["added_tokens_decoder"] = {
             number: {"content": text, "special": text in special} for text, number in added.items()
@@ -299,10 +298,9 @@ def text_of(said: dict[str, Any], name: str) -> str | None:
 def generation(folder: Path) -> tuple[int | None, list[int]]:
     """The token that transformers begins a text with that has none, and those that end a text."""
     name = "generation_config.json"
-    said = untrusted.read_json(folder, name, "configuration of a generation")
-    if said is None:
+    if (said := untrusted.read_json(folder, name)) is None:
         name = "config.json"
-        said = untrusted.read_json(folder, name, "configuration of a model") or {}
+        said = untrusted.read_json(folder, name) or {}
     begin, ends = said.get("bos_token_id"), said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for key, tokens in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):

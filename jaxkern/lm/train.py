@@ -439,7 +439,7 @@ class Trainer:
         say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        model, _ = sample.load_run(out, step=trained.step)  # of several processes, on one device
+        model = sample.load_run(out, say, step=trained.step)  # of several processes, on one device
         model.write([prompt], length=300, seed=config.seed)
         folder = shlex.quote(str(out))
         say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")

@@ -54,14 +54,14 @@ def read_text(path: Path, limit: int = _SMALL) -> str:
         raise RunError(f"{path} is not UTF-8 ({where})") from None
 
 
-def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in a file of a folder; ``None`` if it has none of this name."""
     path = file_in(folder, name)
-    return None if path is None else parse(read_text(path), path, what)
+    return None if path is None else parse(read_text(path), path)
 
 
-def parse(text: str, path: Path, what: str) -> dict[str, Any]:
-    """The JSON object that a text of `path` is; raises RunError if it is no `what`."""
+def parse(text: str, path: Path) -> dict[str, Any]:
+    """The JSON object that a text of `path` is."""
     try:
         content = json.loads(text, object_pairs_hook=_object)
         if not isinstance(content, dict):
@@ -69,9 +69,9 @@ def parse(text: str, path: Path, what: str) -> dict[str, Any]:
         if _HALF.search(text):
             json.dumps(content, ensure_ascii=False).encode()
     except RecursionError:
-        raise RunError(f"{path} is no {what}: it is nested too deep") from None
+        raise RunError(f"{path} cannot be read: it is nested too deep") from None
     except ValueError as error:
-        raise RunError(f"{path} is no {what}: {error}") from None
+        raise RunError(f"{path} cannot be read: {error}") from None
     return content
 
 
