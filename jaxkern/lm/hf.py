@@ -220,7 +220,6 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
             raise RunError(f"{folder} holds no {_shown(name)}; {remedy}")
         try:
             file = safe_open(path, framework="numpy")
-            _check_header(path)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{path} is damaged: {error}") from None
         for stored in file.keys():  # noqa: SIM118
@@ -242,13 +241,6 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
         what = f"{folder}: {_shown(name)} is of dtype {dtype}"
         raise RunError(f"{what}, and here weights are of {', '.join(_STORED)}")
     return file.get_tensor(name).astype(np.float32)
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a file of safetensors that has a tensor twice: its reader takes the last."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        untrusted.parse(file.read(size).decode(), path)
 
 
 def _shown(name: str) -> str:
@@ -273,9 +265,9 @@ def export(
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
         save(folder, model.config, params, like=like)
+        _write_tokenizer(folder, model.codec, like, config.tokenizer)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    _write_tokenizer(folder, model.codec, like, config.tokenizer)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 

@@ -1,12 +1,10 @@
 """Files that a stranger may have written: read within bounds, or refused in one line.
 
 The files of a checkpoint or of a tokenizer come from anywhere. They lie in their folder, links
-followed, and are read no further than a bound; JSON has no key with two values and no half of a
-character.
+followed, and are read no further than a bound.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ LARGE = 2**29
 """Bytes that a tokenizer's vocabulary may have."""
 
 _SMALL = 2**24  # of settings and of an index
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond the first 65,536, or alone
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -63,22 +60,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any] | None:
 def parse(text: str, path: Path) -> dict[str, Any]:
     """The JSON object that a text of `path` is."""
     try:
-        content = json.loads(text, object_pairs_hook=_object)
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-        if _HALF.search(text):
-            json.dumps(content, ensure_ascii=False).encode()
-    except RecursionError:
-        raise RunError(f"{path} cannot be read: it is nested too deep") from None
-    except ValueError as error:
+        content = json.loads(text)
+    except (RecursionError, ValueError) as error:
         raise RunError(f"{path} cannot be read: {error}") from None
-    return content
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        for key, value in pairs:
-            if content[key] != value:
-                raise ValueError(f"it has {key!r} twice, with two values")
+    if not isinstance(content, dict):
+        raise RunError(f"{path} cannot be read: it is no JSON object")
     return content
