@@ -303,7 +303,7 @@ def test_a_run_on_tokens_keeps_its_tokenizer_and_finds_them_elsewhere(tmp_path, 
     (out / "corpus").rename(cache)
     assert "with --data-cache" in resume(out, code=1)
     (out / "tokenizer.json").unlink()
-    assert "tokenizer.json: no such tokenizer; give" in run("sample", "--run", out, code=1)
+    assert "run/tokenizer.json is lost; copy it from" in run("sample", "--run", out, code=1)
     shown = resume(out, "--data-cache", cache)  # which puts it back
     assert all(told in shown for told in ("continued from step 4", " · perplexity ", "(c.jsonl "))
     assert losses(out) == whole

@@ -190,7 +190,6 @@ def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
         (TypeError, "top_k must be a whole number, got 1.5", {"top_k": 1.5}),
         (ValueError, "top_p must be above 0 and at most 1, got 0", {"top_p": 0}),
         (ValueError, "length must be from 0 to .*, got -3", {"length": -3}),
-        (ValueError, "prompts must have at least one prompt", {"prompts": []}),
         (TypeError, r"prompts\[0\] must be a sequence of integers, got", {"prompts": [1, 2]}),
         (ValueError, r"prompts\[1\] must have at least one token", {"prompts": [[1], []]}),
         (TypeError, r"prompts\[0\] must be .* dtype float64", {"prompts": [[0.5]]}),

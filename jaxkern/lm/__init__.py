@@ -22,18 +22,44 @@ sample      a trained model in Python: loaded, called, sampled from; `load`
 doctor      what would run on this machine, and why
 """
 
-import importlib
+from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkern.lm.sample import load as load
+    from jaxkern.lm.sample import LanguageModel
     from jaxkern.lm.train import Trainer as Trainer
-
-_MODULES = {"load": "sample", "Trainer": "train"}
 
 
 def __getattr__(name: str) -> Any:
-    """`load` and `Trainer`, whose packages are imported where one is asked for."""
-    if name not in _MODULES:
+    """`Trainer`, whose packages are imported where it is asked for."""
+    if name != "Trainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    from jaxkern.lm.train import Trainer
+
+    return Trainer
+
+
+def load(folder: str | PathLike[str], *, step: int | None = None) -> "LanguageModel":
+    """Load a trained language model: a run of ``jaxkern train``, or one of Hugging Face.
+
+    Args:
+      folder: the ``--out`` folder of a run, or one of config.json and model.safetensors, as
+        :func:`jaxkern.lm.hf.load` takes it.
+      step: which of a run's checkpoints; by default the newest. If that is damaged, the newest one
+        that is whole, with a warning.
+
+    Raises:
+      ImportError: a package of the extras lm, hf or data is missing.
+      RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
+        none that is whole.
+
+    Example:
+      >>> import jax.numpy as jnp, jaxkern.lm
+      >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
+      >>> logits = model(jnp.array([model.encode("def f(x):")]))  # doctest: +SKIP
+      >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
+    """
+    from jaxkern.lm import sample
+
+    return sample.load(Path(folder), step=step)

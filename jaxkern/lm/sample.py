@@ -8,7 +8,6 @@ the token's position, so that it goes on as it would alone.
 import dataclasses
 import functools
 import operator
-import os
 import sys
 import time
 import warnings
@@ -260,34 +259,15 @@ def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
     return LanguageModel(config, jax.jit(lambda: initial_params(config, seed))(), 0)
 
 
-def load(folder: str | os.PathLike[str], *, step: int | None = None) -> LanguageModel:
-    """Load a trained language model: a run of ``jaxkern train``, or one of Hugging Face.
-
-    Args:
-      folder: the ``--out`` folder of a run, or one of config.json and model.safetensors, as
-        :func:`jaxkern.lm.hf.load` takes it.
-      step: which of a run's checkpoints; by default the newest. If that is damaged, the newest one
-        that is whole, with a warning.
-
-    Raises:
-      ImportError: a package of the extras lm, hf or data is missing.
-      RunError: the folder holds no run and no checkpoint, one of another version of jaxkern, or
-        none that is whole.
-
-    Example:
-      >>> import jax.numpy as jnp, jaxkern.lm
-      >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
-      >>> logits = model(jnp.array([model.encode("def f(x):")]))  # doctest: +SKIP
-      >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
-    """
-    folder = Path(folder)
+def load(folder: Path, *, step: int | None = None) -> LanguageModel:
+    """Load a trained language model; see :func:`jaxkern.lm.load`."""
     if not folder.exists():
         raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if is_hf(folder):
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
         return load_hf(folder)
-    return load_run(folder, lambda note: warnings.warn(note, stacklevel=4), step=step)
+    return load_run(folder, lambda note: warnings.warn(note, stacklevel=5), step=step)
 
 
 def load_run(run: Path, warn: Callable[[str], None], *, step: int | None = None) -> LanguageModel:
@@ -336,8 +316,6 @@ def generate_tokens(
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-    if not len(prompts):
-        raise ValueError("prompts must have at least one prompt, got none")
     ids = [np.asarray(prompt) for prompt in prompts]
     for i, prompt in enumerate(ids):
         if not prompt.size:

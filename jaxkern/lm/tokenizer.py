@@ -188,7 +188,8 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
     if file is None or not file.is_file():
         right = "bytes, bpe:32000, or a tokenizer.json of Hugging Face or its folder"
-        raise RunError(f"--tokenizer {path}: no such tokenizer; give {right}")
+        what = f"--tokenizer {path}: no such tokenizer; give {right}"
+        raise RunError(what if stored is None else f"{path} is lost; copy it from the run's corpus")
     tokenizer, said = open_file(file, {} if stored is not None else None)
     if stored is not None:
         return Tokenizer(tokenizer, stored["begin"], (stored["end"],))
