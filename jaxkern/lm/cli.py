@@ -343,10 +343,8 @@ def _sample(flags: dict[str, Any]) -> None:
     _start_jax()
     from jaxkern.lm import sample
 
-    if folder is None:
-        model = sample.load_run(run, lambda note: stop.tell(f"warning: {note}"))
-    else:
-        model = sample.load_hf(folder)
+    warn = lambda note: stop.tell(f"warning: {note}")
+    model = sample.load_run(run, warn) if folder is None else sample.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None
     model.write(prompts or [""], timing=timing, **flags)
     if timing is not None:
@@ -367,9 +365,8 @@ def _warm(flags: dict[str, Any]) -> None:
         raise RunError(f"--parallel {config.parallel} needs --devices with the number of GPUs")
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    )
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     from jaxkern.lm.program import warm
 
     warm(config, gpu, devices)
@@ -393,7 +390,7 @@ def _start_jax() -> None:
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        named, why = os.environ.get("JAX_PLATFORMS"), str(error) or "there is no such device"
+        named, why = os.environ.get("JAX_PLATFORMS", ""), str(error) or "there is no such device"
         raise RunError(f"JAX cannot start with JAX_PLATFORMS={named}: {why}") from None
 
 

@@ -667,19 +667,13 @@ def axes_of(mesh: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in pairs}
 
 
-def _presets() -> dict[str, TrainConfig]:
-    """The presets by name, small models first."""
-    found = {}
-    for path in (Path(__file__).parent / "presets").glob("*.yaml"):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found[path.stem] = _built(_named({"preset": path.stem} | values))
-
-    def size(item: tuple[str, TrainConfig]) -> tuple[int, int, int, str]:
-        model = item[1].model
-        block = next(i for i, kind in enumerate(BLOCKS) if kind in model.kinds)
-        return block, model.d_model, model.n_layers, model.layers
-
-    return dict(sorted(found.items(), key=size))
+def _preset(name: str) -> TrainConfig:
+    text = (Path(__file__).parent / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+    return _built(_named({"preset": name} | yaml.safe_load(text)))
 
 
-PRESETS = _presets()
+_MAMBA2 = ("mamba2-micro", "mamba2-130m", "mamba2-370m", "mamba2-780m", "mamba2-1.3b")
+_DELTA = ("gdn-130m", "gdn-hybrid-130m", "gdn-370m", "kda-130m")
+PRESETS = {
+    name: _preset(name) for name in ("micro", "tiny", "130m", "370m", "1.4b", *_MAMBA2, *_DELTA)
+}
