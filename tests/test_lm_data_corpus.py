@@ -127,7 +127,7 @@ def test_tokenising_that_was_killed_goes_on_as_if_it_had_not_been(
     monkeypatch.setattr(tokenizer.Tokenizer, "encode_batch", interrupted)
     argv = ["train", "--preset", "micro", "--data", root, "--tokenizer", "bpe:300", "--out", out]
     line = command(capsys, *argv, code=128 + signal.SIGINT)
-    told = r"stopped \(SIGINT\): training had not begun; .* keeps the tokens that are"
+    told = r"stopped \(SIGINT\): training had not begun; .* keeps the tokens; the same"
     assert re.search(told, line)
     assert data.has_tokens(out)
     assert not checkpoint.is_run(out)

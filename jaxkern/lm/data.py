@@ -143,7 +143,7 @@ class Corpus:
         return tokens_per_byte(self.train)
 
     def batches(self, config: TrainConfig) -> Any:
-        """grain's iterator of `Packed` (B, L + 1) without end; its state is the next number."""
+        """grain's endless iterator of `Packed` (B, L + 1); its state is the next one's number."""
         import grain  # takes a second
 
         sets = [grain.MapDataset.source(Windows(stream, config)) for stream in self.train]

@@ -52,11 +52,6 @@ class Placement:
         mesh = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
         return Placement(tuple(devices), split, mesh)
 
-    @property
-    def platform(self) -> str:
-        """The platform of the devices."""
-        return self.devices[0].platform
-
     def sharding(self, *spec: Any) -> Any:
         """The sharding of an array with these entries of a ``PartitionSpec``."""
         if self.mesh is None:
@@ -75,7 +70,7 @@ class Placement:
 
     def jit(self, f: Callable[..., Any], out_shardings: Any = None, **options: Any) -> Any:
         """Compiles `f` by ``jax.jit``, its results by default the same on every device."""
-        compiler = compiler_options(self.platform)
+        compiler = compiler_options(self.devices[0].platform)
         whole = self.sharding() if out_shardings is None else out_shardings
         return jax.jit(f, out_shardings=whole, compiler_options=compiler, **options)
 

@@ -453,7 +453,7 @@ class Trainer:
             return f"{saved} in {out}; {self._how_to_continue()}"
         kept = "nothing is kept"
         if data.has_tokens(out):
-            kept = f"{out / 'corpus'} keeps the tokens that are made, and the same command goes on"
+            kept = f"{out / 'corpus'} keeps the tokens; the same command with that --out goes on"
         return f"training had not begun; {kept}"
 
     def _how_to_continue(self) -> str:
