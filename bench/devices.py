@@ -31,7 +31,7 @@ from bench.program import Row
 from bench.train import peak_gib
 from jaxkern.core import kernel_call
 from jaxkern.lm.config import AXES, PRESETS, REMATS, TrainConfig, axes_of
-from jaxkern.lm.data.corpus import Packed
+from jaxkern.lm.data import Packed
 from jaxkern.lm.program import Placement, compile_programs, keep_programs
 from jaxkern.lm.step import schedule_of
 
@@ -139,7 +139,7 @@ def _first_step(config: TrainConfig, devices: Sequence[Any]) -> Any:
     tokens = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     placement = Placement.of(config, devices)
     programs = compile_programs(config, placement, fresh=True)
-    windows = jax.device_put(placement.split.windows(tokens), placement.second_split)
+    windows = jax.device_put(placement.split.windows(tokens), placement.windows(None))
     step = lambda state: programs.step(state, Packed(windows), schedule_of(config))
     return step, jax.block_until_ready(step(programs.init(np.int32(config.seed)))[0])
 

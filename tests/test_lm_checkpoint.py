@@ -161,10 +161,8 @@ def test_metrics_are_cut_back_to_the_step_of_the_checkpoint(tmp_path):
     steps = [{"step": i, "loss": i} for i in range(7)]
     assert read_metrics(path) == [*steps, {"step": 7, "loss": None}]
     for line, content in (
-        (1, b"hello\n"),
         (1, b"\xff\n"),
-        (1, b'{"step": "1"}\n'),
-        (2, b'{"step": 1}\n{"step": 2, "loss": "low"}\n'),
+        (1, b'{"loss": 2}\n'),
         (3, b'{"step": 1}\n{"step": 2}\n{"step": 2}\n'),
     ):
         path.write_bytes(content)

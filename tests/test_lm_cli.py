@@ -18,11 +18,10 @@ import pytest
 
 import jaxkern
 from jaxkern.core import cache, target
-from jaxkern.lm import cli, memory
+from jaxkern.lm import cli, memory, tokenizer
 from jaxkern.lm import doctor as doctor_module
 from jaxkern.lm import train as train_module
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError, TrainConfig
-from jaxkern.lm.data import tokenizer
 from jaxkern.lm.program import Programs, keep_programs
 from jaxkern.lm.report import Progress
 from jaxkern.lm.train import changed
@@ -35,27 +34,22 @@ WRONG_FLAGS = {
     "fly": "fly",
     "train --preset huge": "130m",
     "train --devices none": "--devices must be a number, all or auto, got 'none'",
-    "train --implementation cuda": "mosaic",
     "train --remat most": "'none', 'cheap', 'scan', 'layer'",
     "train --speed 9": "--speed",
-    "train --data=": "--data must have a value, got ''",
     "train --out=": "--out must have a value, got ''",
     "train --log-to comet": "invalid choice 'comet'",
     "train --log-to none wandb": "--log-to must be none alone, or without it, got",
-    "train --parallel rows": "invalid choice 'rows'",
     **dict.fromkeys((f"train --mesh {m}" for m in ("data=2,", "rows=2", "fsdp=0")), MESH),
     **dict.fromkeys((f"train --mesh {m}" for m in ("data=9999999", "data=2,data=2")), MESH),
-    "train --parallel fsdp --mesh data=2": "name different axes; leave --parallel out, or --mesh",
+    "train --parallel fsdp --mesh data=2": "--mesh data=2 name different axes; leave one out",
     "train --steps 1.5": "--steps",
     "train --steps": "--steps",
     "train --steps 0": f"--steps {WHOLE} 0 (see jaxkern train --help)",
     "train --batch-size 2147483648": f"--batch-size {WHOLE} 2147483648",
     "train --seed=-1": "--seed must be from 0 to 2^31 - 1, got -1",
-    "train --grad-accum 3": "--batch-size 8 cannot be split into --grad-accum 3 equal parts;",
     "train --lr 0": f"--optimizer.lr {RATE} 0.0",
     "train --lr nan": f"--optimizer.lr {RATE} nan",
     "train --optimizer.b1 1": "--optimizer.b1 must be at least 0 and below 1, got 1.0",
-    "train --optimizer.schedule linear": "'cosine', 'wsd', 'constant'",
     "train --model.d-model 0": "--model.d_model must be at least 1, got 0",
     "train --model.d-modle 8": "--model.d-modle",
     "train --model.layers mamba3": "--model.layers must be names of mamba, mamba2",
@@ -64,7 +58,6 @@ WRONG_FLAGS = {
     **dict.fromkeys((f"train --coordinator {h}" for h in ("h", "h:", ":1")), "must be HOST:PORT"),
     "train --coordinator h:65536": "--coordinator must be HOST:PORT, such as node1:62100, got 'h:6",
     "train --mixed-precision params=float64": "params=float64: float64 is more than the float32",
-    "sample": "--run or --hf must be given, and not both",
     "sample --run x --hf y": "--run or --hf must be given, and not both",
     "sample --run x --temperature=-1": "--temperature must be at least 0 and finite, got -1",
     f"sample --run x --length {'9' * 9999}": "--length",
@@ -201,26 +194,26 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
         ([*tokens, "bpe:256"], f"--tokenizer bpe:256: {size}"),
         ([*tokens, "bpe:many"], f"--tokenizer bpe:many: {size}"),
         ([*tokens, "x.json"], "--tokenizer x.json: no such tokenizer; give bytes, bpe:32000"),
-        ([*tokens, tmp_path], r"tokenizer\.json cannot be read .*give a tokenizer\.json of"),
-        ([*tokens, "bpe:300", "--vocab-size", 299], "299 is less than the 300 tokens of --token"),
+        ([*tokens, tmp_path], r"tokenizer\.json cannot be read"),
+        ([*tokens, "bpe:300", "--vocab-size", 299], "300 tokens, more than the 299 of --vocab-s"),
         ([*tokens, "bpe:300", "--data-cache", text / "a"], "/text.txt/a: Not a directory"),
         ([*micro, text, "--vocab-size", 512], "--vocab-size 512: bytes are 256 tokens; add --to"),
         ([*micro, text, "--eval-data", "nowhere"], "--eval-data nowhere: no such file or folder"),
-        ([*micro, f"{text}=1", text], "some have a weight and some do not; write =WEIGHT"),
+        ([*micro, f"{text}=1", text], "some have a weight and some do not"),
+        ([*micro, text, "--grad-accum", 3], "--batch-size 4 cannot be split over --grad-accum 3"),
         ([*micro, text, "--profile", "19:3"], "are steps 19 to 21, and those to come are 1 to 20"),
         (["train", "--resume"], "--resume needs --out"),
         (["train", "--resume", "--out", out], "holds no run"),
         (["sample", "--run", out], "holds no run"),
-        (["train", "--preset", "micro", "--out", text], "is a file"),
+        (["train", "--preset", "micro", "--out", text], "text.txt: Not a directory"),
         (["train", "--preset", "micro", "--out", tmp_path], "is not empty"),
-        (["train", *told[:2]], "--coordinator a:1 needs --processes and --process, too"),
-        (["train", *told[2:]], "needs --coordinator, too; give every process"),
-        (["train", *told], "--process 2 is not one of --processes 2; they are numbered from 0 to"),
-        (["sample", "--hf", hub], f"there is no folder {hub}; .*: hf download OWNER/NAME"),
+        (["train", *told[:2]], "--coordinator a:1, --processes None, .* do not go together; name"),
+        (["train", *told], "--processes 2, --process 2 do not go together; .* --process from 0 to"),
+        (["sample", "--hf", hub], f"{hub} is no folder; .*: hf download OWNER/NAME"),
         ([*warm, "h300"], "--gpu h300 is not known; choose one of a100, a10g, .*, rtx-pro-6000$"),
         ([*warm, "t4"], "--gpu t4 has no kernels: .* capability 7.5, .*; choose one of a100, "),
         ([*warm, "h200", "--tokenizer", "x.json"], "--tokenizer x.json: no such tokenizer"),
-        ([*warm, "h200", "--parallel", "fsdp"], "--parallel fsdp does not say .*; add --devices"),
+        ([*warm, "h200", "--parallel", "fsdp"], "--parallel fsdp needs --devices"),
         ([*warm, "h200", "--devices", "3"], "--batch-size 8 cannot be split .* 3 devices"),
     ]:
         line = command(capsys, *argv, code=1)
@@ -236,36 +229,22 @@ def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch
     too_large = OverflowError("Python int too large to convert to C long")
     compilations = mock.Mock(side_effect=[Programs(None, compiled, None), too_large])
     monkeypatch.setattr(train_module, "compile_programs", compilations)
-    for available, words, fresh in (
-        (1000, "a step needs 0.0 GiB", []),
-        (2**30, "a step needs 1,024.0 GiB", [True]),
-        (2**30, "the arrays of a step are too large (Python int too large to conv", [True] * 2),
-    ):
-        monkeypatch.setattr(memory, "available_memory", lambda device, size=available: size)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**30)
+    for words in ("a step needs 1,024.0 GiB", "the arrays of a step are too large (Python int too"):
         line = command(capsys, "train", "--preset", "micro", "--out", tmp_path / "run", code=1)
         assert words in line
         assert "lower --batch-size" in line
-        assert [call.kwargs["fresh"] for call in compilations.mock_calls] == fresh
         assert not (tmp_path / "run").exists()
 
 
-def raising(monkeypatch, error):
-    """Has jaxkern train end with an error."""
-    monkeypatch.setitem(cli._COMMANDS, "train", (cli.Train, mock.Mock(side_effect=error)))
-
-
-OF_SYSTEM = lambda number, *path: OSError(number, os.strerror(number), *path)
-
-
 def test_errors_of_the_machine_are_one_line(capsys, monkeypatch):
+    of_system = lambda number, *path: OSError(number, os.strerror(number), *path)
     no_kernel = 'no kernel. Use implementation="xla", or None to have it chosen.'
     for error, words in (
-        (OF_SYSTEM(errno.ENOSPC), "the disk is full"),
         (ValueError("RESOURCE_EXHAUSTED: No space left on device [28]"), "the disk is full"),
-        (OF_SYSTEM(errno.EDQUOT), "the quota is used up"),
-        (OF_SYSTEM(errno.EACCES, "/x/y"), "/x/y: Permission denied"),
-        (OF_SYSTEM(errno.EIO), "Input/output error"),
-        (OF_SYSTEM(errno.EFBIG, "/x"), "a file is too large; raise its limit"),
+        (of_system(errno.EDQUOT), "the quota is used up"),
+        (of_system(errno.EACCES, "/x/y"), "/x/y: Permission denied"),
+        (of_system(errno.EIO), "Input/output error"),
         (MemoryError(), "out of memory; lower --batch-size"),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "out of memory"),
         (NotImplementedError("no kernel\nhere"), "no kernel here"),
@@ -273,24 +252,20 @@ def test_errors_of_the_machine_are_one_line(capsys, monkeypatch):
         (RunError("two\nlines"), "two lines"),
         (ModuleNotFoundError(name="orbax.checkpoint"), "run: pip install orbax-checkpoint"),
     ):
-        raising(monkeypatch, error)
+        monkeypatch.setitem(cli._COMMANDS, "train", (cli.Train, mock.Mock(side_effect=error)))
         assert words in command(capsys, "train", code=1)
-    raising(monkeypatch, ZeroDivisionError())
+    monkeypatch.setitem(cli._COMMANDS, "train", (cli.Train, lambda flags: 1 / 0))
     with pytest.raises(ZeroDivisionError):  # a bug keeps its stack trace
         cli.main(["train"])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Unknown backend cuda"), AssertionError()])
-def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, tmp_path, error):
+def test_devices_that_are_not_there_are_one_line(capsys, monkeypatch, error):
     monkeypatch.setattr(jax, "local_devices", mock.Mock(side_effect=error))
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    for argv in (["train", "--out", tmp_path / "run"], ["sample", "--run", "x"]):
-        line = command(capsys, *argv, code=1)
-        assert "JAX cannot start with JAX_PLATFORMS=cuda: " in line
-        assert (str(error) or "there is no such device") in line
-    assert not (tmp_path / "run").exists()
-    assert cli.main(["doctor"]) == 0
-    assert "devices  JAX cannot start: " in capsys.readouterr().out
+    told = f"JAX cannot start with JAX_PLATFORMS=cuda: {str(error) or 'there is no such device'}"
+    assert told in command(capsys, "sample", "--run", "x", code=1)
+    assert "devices  JAX cannot start: " in command(capsys, "doctor")
 
 
 def test_help_shows_every_flag_with_its_default(capsys, monkeypatch):
@@ -393,7 +368,7 @@ def test_what_a_resumed_run_may_change():
     assert changed(config, others) == dataclasses.replace(config, **others)
     # Flags of axes that differ are refused, and one that names axes stands for all.
     split = dataclasses.replace(config, mesh="data=2,tensor=2")
-    told = "--parallel fsdp and --mesh data=2 name different axes; leave --parallel out"
+    told = "--parallel fsdp and --mesh data=2 name different axes; leave one out"
     with pytest.raises(RunError, match=told):
         changed(split, {"parallel": "fsdp", "mesh": "data=2"})
     for flags, expected in (
@@ -407,9 +382,8 @@ def test_what_a_resumed_run_may_change():
 
 
 def test_presets_are_whole():
-    mamba2 = ["mamba2-micro", "mamba2-130m", "mamba2-370m", "mamba2-780m", "mamba2-1.3b"]
-    delta = ["gdn-130m", "gdn-hybrid-130m", "gdn-370m", "kda-130m"]
-    assert list(PRESETS) == ["micro", "tiny", "130m", "370m", "1.4b", *mamba2, *delta]
+    files = Path(cli.__file__).with_name("presets").glob("*.yaml")
+    assert {path.stem for path in files} == {*PRESETS}
     for name, preset in PRESETS.items():
         assert TrainConfig.from_flags({"preset": name}) == preset
         assert 1 <= preset.warmup < preset.steps
@@ -439,8 +413,7 @@ def test_doctor_tells_of_the_cache_and_empties_it(own_cache, monkeypatch, capsys
     cache.store("a kernel", bytes(2**20))
     assert cache.load("a kernel")
     assert doctor_module._cache().startswith(f"1 kept in {own_cache}, 1.0 MiB, 1 hits, 0 misses")
-    assert cli.main(["doctor", "--empty-cache"]) == 0
-    assert f"removed 1 files from {own_cache}" in capsys.readouterr().out
+    assert f"removed 1 files from {own_cache}" in command(capsys, "doctor", "--empty-cache")
     assert cache.summary().entries == 0
     monkeypatch.setenv("JAXKERN_CACHE", "0")
     assert "switched off" in doctor_module._cache()

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from jaxkern.lm import sources, tokenizer
 from jaxkern.lm.config import TrainConfig
-from jaxkern.lm.data import sources, tokenizer
-from jaxkern.lm.data.sources import Source, find, parse
+from jaxkern.lm.sources import Source, find, parse
 from tests.language_models import refused
 
 TEXTS = [f"document {i}: é\n" * (1 + i % 3) for i in range(40)]
@@ -140,10 +140,9 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
     named = b.rename(tmp_path / "b=inf")
     assert parse([str(named)])[0].weight is None
     assert not TrainConfig.from_flags({"data": (str(a),)}).pack
-    for weight in ("0", "-1", "inf", "-Infinity", "NaN", "1e999"):
-        words = f"--data .*weight {weight} must be a number above 0, such as 0.3"
+    for weight in ("0", "-1", "1e999"):
         for text in (str(a), f"{a}:content"):
-            refused(words, parse, [f"{text}={weight}"])
+            refused(f"--data {text}={weight}: the weight must be a", parse, [f"{text}={weight}"])
 
 
 @pytest.mark.parametrize(
@@ -157,8 +156,8 @@ def test_weights_and_paths_that_look_like_them(tmp_path):
         ("no.txt.zst", b"text", "cannot be decompressed .*ZSTD"),
         ("no.parquet", b"PAR1 text", "is not Parquet"),
         ("no.jsonl.gz", gzip.compress(b'\n{"body": "a"}\n'), 'line 2 has no "text".*PATH:FIELD'),
-        ("17.jsonl", b"\n17\n", 'line 2 is 17, not an object with the field "text"'),
-        ("17.ndjson", b'{"text": 17}\n', 'line 1 has 17 as its "text", not a string; leave'),
+        ("17.jsonl", b"\n17\n", 'line 2 has no "text" of a document, but 17'),
+        ("17.ndjson", b'{"text": 17}\n', 'line 1 has 17 as its "text", not a string'),
         ("null.jsonl", b'{"text": null}\n', "a file without text"),
         ("cut.jsonl", b'{"text": "a', "line 1 is not JSON"),
         ("info.json", b'{\n  "text": "a"\n}', "line 1 is not JSON Lines"),
@@ -190,8 +189,10 @@ def test_what_cannot_be_named(tmp_path):
     (tmp_path / "d.txt").write_text("text")
     for named in (tmp_path / "c.jsonl", f"{tmp_path}/d.txt:body"):
         path = str(named).removesuffix(":body")
-        words = f"--data {path}: all of its files are of --eval-data"
-        left_out = {pathlib.Path(path)}
+        words, left_out = (
+            f"--data {path}: all of its files are of --eval-data",
+            [pathlib.Path(path)],
+        )
         refused(words, find, [str(named)], "--data", held_out=0, left_out=left_out)
 
 

@@ -21,9 +21,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import jaxkern.lm
-from jaxkern.lm import checkpoint, data, hf, sample
+from jaxkern.lm import checkpoint, hf, sample
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
-from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.model import Options
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import make_model
@@ -33,7 +33,6 @@ from tests.language_models import (
     greedy_float64,
     jit,
     logits_float64,
-    loss_float64,
     random_params,
     refused,
     run_of,
@@ -247,7 +246,6 @@ WRONG = {
         ({"model_type": ["mamba"]}, "model_type is ['mamba'], and here it is 'mamba' or"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and here it is 'silu'"),
         ({"rms_norm": False}, "rms_norm is False"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}"),
         ({"transformers_weights": "a"}, "transformers_weights is 'a', and here it is 'model.safe"),
         ({"use_bias": True}, "the weights have no backbone.layers.0.mixer.in_proj.bias"),
         ({"use_bias": "no"}, "use_bias is 'no', and must be True or False"),
@@ -255,19 +253,15 @@ WRONG = {
         ({"tie_word_embeddings": False}, "the weights have no lm_head.weight"),
         ({"layer_norm_epsilon": "x"}, "layer_norm_epsilon is 'x', and must be a number"),
         ({"time_step_rank": 9}, "mixer.dt_proj.weight has shape (72, 2), and by config.json"),
-        ({"time_step_rank": "x"}, "time_step_rank is 'x', and must be a whole number"),
         ({"intermediate_size": 9}, "intermediate_size is 9, and here it is a multiple of hidden"),
         ({"hidden_size": None}, "config.json: hidden_size is None, and must be a whole number"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, and must be from 1 to 2^24"),
         ({"vocab_size": 2**25}, "vocab_size is 33554432, and must be from 1 to 2^24"),
-        ({"vocab_size": 1099}, "backbone.embeddings.weight has shape (1100, 24), and by config.js"),
         ({"num_hidden_layers": 3}, "the weights have no backbone.layers.2."),
         ({"num_hidden_layers": 1}, "the weights have backbone.layers.1.mixer.A_log"),
     ],
     "mamba2": [
         ({"num_heads": 5}, "num_heads · head_dim is 40, and here it is expand · hidden_size, 48"),
         ({"n_groups": 4}, "config.json: n_groups must divide the heads, expand · d_model / head_"),
-        ({"n_groups": 1}, "mixer.conv1d.bias has shape (68,), and by config.json it is (58,)"),
         ({"time_step_limit": [0.1]}, "time_step_limit is [0.1], and must be two numbers in order"),
         ({"time_step_limit": [1.0, "x"]}, "time_step_limit is [1.0, 'x'], and must be a number"),
         ({"time_step_limit": [2, 1]}, "time_step_limit is [2, 1], and must be two numbers in"),
@@ -279,11 +273,9 @@ WRONG = {
         ({"layers_block_type": "M*"}, "layers_block_type is 'M*', and must be a list"),
         ({"layers_block_type": None, "hybrid_override_pattern": "ME"}, "layers are 'ME'"),
         ({"mlp_bias": True}, "mlp_bias is True, and here it is False"),
-        ({"mamba_num_heads": 8}, "mamba_num_heads · mamba_head_dim is 64, and here it is"),
         ({"num_key_value_heads": 3}, "n_kv_heads must divide n_heads = 4, got 3"),
     ],
     "bamba": [
-        ({"attention_bias": True}, "attention_bias is True, and here it is False"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "and here rope_type is 'default'"),
         ({"rope_scaling": {"factor": 2.0}}, "and here rope_type is 'default'"),
         ({"attn_layer_indices": []}, "the weights have no model.layers.1.mamba."),
@@ -337,7 +329,7 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     having = lambda name, tensors: folder_of(tmp_path / name, tensors=weights() | tensors)
     for folder, words in (
         (tmp_path / "empty", r"holds no checkpoint \(no config.json\); .*hf download"),
-        (tmp_path / "nowhere", r"there is no folder .*nowhere; give one that .* hf download"),
+        (tmp_path / "nowhere", r"nowhere is no folder; give one that .* hf download"),
         (having("q", quantized), r"layers.1.mixer.D is of dtype I8, and here weights"),
         (having("g", grouped), r"conv1d.weight has shape \(72, 2, 3\), and by .* \(72, 1, 3\)"),
         (having("t", twice), r"the weights have norm_f.weight twice"),
@@ -347,24 +339,14 @@ def test_folders_without_a_checkpoint_are_refused(stored, tmp_path):
     for file, content, words in (  # one change after the other
         (WEIGHTS, "damaged", r"model.safetensors is damaged"),
         (WEIGHTS, None, r"holds no model.safetensors; download it whole, or write .*save_pretr"),
-        (INDEX, [], r"index.json is no index of weights"),
-        ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or convert it"),
-        ("config.json", {"format": "1", "flags": {}}, r"a run of jaxkern train; load it with"),
-        ("config.json", [], r"config.json is no configuration"),
+        (INDEX, [], "index.json cannot be read: it is no JSON object"),
+        ("config.json", of_mamba_ssm, r"layout of mamba_ssm; .* ends in -hf, or have"),
+        ("config.json", [], "config.json cannot be read: it is no JSON object"),
     ):
         (stored / file).unlink(missing_ok=True)
         if content is not None:
             (stored / file).write_text(json.dumps(content))
         refused(words, hf.load, stored)
-
-
-def with_a_tensor_twice(content):
-    size = int.from_bytes(content[:8], "little")
-    header, name = content[8 : 8 + size].decode(), "backbone.norm_f.weight"
-    entry = json.dumps(json.loads(header)[name] | {"dtype": "I32"})
-    header = f'{{"{name}":{entry},{header[1:]}'
-    header += " " * (-len(header) % 8)
-    return len(header).to_bytes(8, "little") + header.encode() + content[8 + size :]
 
 
 of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": file}})
@@ -374,26 +356,18 @@ of_index = lambda file: json.dumps({"weight_map": {"backbone.norm_f.weight": fil
     ("name", "content", "words"),
     [
         (INDEX, of_index("../secret"), "'../secret' lies outside of the folder"),
-        (INDEX, of_index("/etc/hostname"), "'/etc/hostname' lies outside of the folder"),
         (INDEX, of_index("link"), "'link' lies outside of the folder"),
         (INDEX, of_index("part"), "'part' is no file"),
-        (INDEX, of_index(""), "'' is no file"),
         (INDEX, of_index("a\0"), r"'a\\x00' cannot be read"),
-        (INDEX, '{"a":' * 99_999, "is no index of weights: it is nested too deep"),
-        (WEIGHTS, with_a_tensor_twice, "has 'backbone.norm_f.weight' twice, with two values"),
-        (WEIGHTS, None, "'model.safetensors' is no file"),
+        (INDEX, '{"a":' * 99_999, "cannot be read: maximum recursion depth"),
         ("config.json", None, "'config.json' is no file"),
-        ("config.json", "[" * 99_999, "is no configuration of a model: it is nested too deep"),
-        ("config.json", '{"vocab_size": 12, "vocab_size": 13}', "it has 'vocab_size' twice"),
-        ("config.json", '{"a": ' + "9" * 9999 + "}", "is no configuration .* 9999 digits"),
-        ("config.json", '{"a": "\\ud800"}', "surrogates not allowed"),
+        ("config.json", '{"a": ' + "9" * 9999 + "}", "cannot be read: .* 9999 digits"),
         ("config.json", "ä".encode("latin-1"), r"is not UTF-8 \(unexpected end of data at byte 0"),
         ("config.json", " " * (2**24 + 1), "config.json has more than 16,777,216 bytes"),
         ("generation_config.json", '{"eos_token_id": [{}]}', r"eos_token_id is \[{}\], and is"),
         ("tokenizer_config.json", '{"added_tokens_decoder": [1]}', "name tokens that are none"),
         ("tokenizer_config.json", '{"bos_token": 3}', r"name tokens that are none \(3 is no"),
-        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json is no tokenizer: .*surrogates"),
-        ("tokenizer.json", '{"a": 1, "a": 2}', "tokenizer.json is no tokenizer: it has 'a' twice"),
+        ("tokenizer.json", '{"a": "\\ud800"}', "tokenizer.json cannot be read "),
     ],
 )
 def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words):
@@ -401,7 +375,6 @@ def test_what_a_stranger_wrote_is_refused_in_a_line(stored, name, content, words
     os.link(stored / WEIGHTS, stored.parent / "secret")
     (stored / "link").symlink_to("../secret")
     (stored / "part").mkdir()
-    content = content((stored / WEIGHTS).read_bytes()) if callable(content) else content
     for each in {name, WEIGHTS} if name == INDEX else {name}:
         (stored / each).unlink(missing_ok=True)
     if content is None:
@@ -564,9 +537,9 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "config.json").write_text("{}")
     for argv, words in (
-        (("--hf", tmp_path / "site"), "holds a config.json that is not of Hugging Face's layout"),
-        (("--hf", out), "holds a run; name another folder"),
-        (("--hf", tmp_path / "file"), "is a file; name a folder"),
+        (("--hf", tmp_path / "site"), "site holds something else; name another folder"),
+        (("--hf", out), "run holds something else"),
+        (("--hf", tmp_path / "file"), "file: File exists"),
         (("--hf", tmp_path / "new", "--step", 7), "has no checkpoint of step 7; it has 5, 10"),
     ):
         assert words in command(capsys, "export", "--run", out, *argv, code=1)
@@ -641,14 +614,14 @@ def test_what_is_not_given_is_of_the_preset_most_like_the_checkpoint(tmp_path):
         config |= {"num_hidden_layers": model.n_layers, "vocab_size": 50280}
         write(tmp_path, {"config": config})
         flags = {"init_hf": str(tmp_path), "lr": 0.5}
-        refused(r"holds no tokenizer.json, .* its 50280 tokens are", begun_with, flags)
+        refused(r"holds no tokenizer.json of its 50280 tokens; add", begun_with, flags)
         flags = begun_with(flags | {"tokenizer": "bytes"})
         assert (flags["preset"], flags["lr"]) == (name, 0.5)
         assert flags["model"].vocab_size == 50280
         packed = TrainConfig.from_flags(flags | {"pack": True}).for_tokens(256)
         assert packed.model == flags["model"]
     flags = begun_with({"init_hf": str(tmp_path), "tokenizer": "bpe:60000"})
-    words = r"bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
+    words = r"--tokenizer bpe:60000 has 60000 tokens, more than the 50280 of --init-hf"
     refused(words, TrainConfig.from_flags(flags).for_tokens, 60000)
     write(tmp_path, {"config": config | {"vocab_size": 255}})
     of_bytes = TrainConfig.from_flags(begun_with({"init_hf": str(tmp_path)}))
@@ -664,63 +637,36 @@ def argv(tmp_path):
 
 
 @EXHAUSTIVE
-def test_a_run_begins_with_a_checkpoint(tmp_path, capsys, argv):
-    small = ModelConfig(16, 1, d_state=5, vocab_size=300, dt_rank=1)
-    begun, out = tmp_path / "begun", tmp_path / "run"
-    hf.save(begun, small, random_params(small))
-    flags = ["--init-hf", begun, "--tokenizer", "bytes", "--out", out]
-    command(capsys, *argv, *flags, "--steps", 2)
-    config, info = checkpoint.read(out)
-    assert (config.preset, config.optimizer.lr) == ("micro", PRESETS["micro"].optimizer.lr)
-    assert (config.init_hf, config.model) == (str(begun), small)
-
-    ((_, (batch,)),) = data.reopen(config, out, info).validation(config)
-    loss = loss_float64(small, random_params(small), batch.tokens)
-    first = read_metrics(out / "metrics.jsonl")[0]
-    assert first["validation_loss"] == pytest.approx(loss, rel=1e-5)
-
-    shutil.rmtree(begun)  # a run that has a checkpoint needs it no more
-    resume = ["train", "--resume", "--out", out, "--steps", 4]
-    assert f"model    {begun}, " in command(capsys, *resume)
-    assert checkpoint.steps(out) == [2, 4]
-    assert sample.load(out).config == small
-    assert "the run's" in command(capsys, *resume, "--init-hf", "other", code=1)
-    shutil.rmtree(out / "checkpoints")  # killed before the first
-    assert f"there is no folder {begun}" in command(capsys, *resume, code=1)
-    folder_of(begun)
-    line = command(capsys, *resume, code=1)
-    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line
-
-
-@EXHAUSTIVE
-def test_a_tokenizer_goes_with_the_model_and_comes_back(tmp_path, capsys, argv):
-    """A run with a tokenizer is exported, and another begins with that, and with its tokenizer."""
+def test_a_run_begins_with_what_another_left(tmp_path, capsys, argv):
+    """Its model and tokenizer, exported, which it needs until it has a checkpoint of its own."""
     out, theirs, more = (tmp_path / name for name in ("run", "theirs", "more"))
-    argv += ["--preset", "micro"]
-    command(capsys, *argv, "--tokenizer", "bpe:270", "--out", out)
+    command(capsys, *argv, "--preset", "micro", "--tokenizer", "bpe:270", "--out", out)
     command(capsys, "export", "--run", out, "--hf", theirs)
     model = check_exported_tokenizer(out, theirs)
-    options = ["--prompt", "state", "--prompt", "", "--seed", 3, "--length", 40]
-    texts = [command(capsys, "sample", *at, *options) for at in (("--run", out), ("--hf", theirs))]
-    assert texts[0] == texts[1]
-
-    command(capsys, *argv, "--init-hf", theirs, "--out", more)
-    config, _ = checkpoint.read(more)
-    assert (config.tokenizer, config.vocab_size) == (str(theirs), model.config.vocab_size)
-    tokenizer = (theirs / "tokenizer.json").read_text()
-    assert json.loads((more / "tokenizer.json").read_text()) == json.loads(tokenizer)
-    assert sample.load(more).encode("state") == model.encode("state")
+    begun = [*argv, "--init-hf", theirs, "--out"]
+    command(capsys, *begun, more, "--steps", 2)
+    config, info = checkpoint.read(more)
+    size = model.config.vocab_size
+    assert (config.preset, config.tokenizer, config.vocab_size) == ("micro", str(theirs), size)
     # Both runs have the same tokens: no document has a second one that begins it.
-    kept = [checkpoint.read(folder)[1] | {"folder": ""} for folder in (more, out)]
-    assert kept[0] == kept[1]
+    assert info | {"folder": ""} == checkpoint.read(out)[1] | {"folder": ""}
     began, ended = (read_metrics(folder / "metrics.jsonl") for folder in (more, out))
     assert began[0]["validation_loss"] == pytest.approx(ended[-1]["validation_loss"], rel=1e-5)
-    again = tmp_path / "again"
-    command(capsys, "export", "--run", more, "--hf", again)
-    assert (again / "tokenizer.json").read_text() == tokenizer
-    argv += ["--out", tmp_path / "x", "--init-hf", theirs]
-    line = command(capsys, *argv, "--vocab-size", 999, code=1)
+    command(capsys, "export", "--run", more, "--hf", again := tmp_path / "again")
+    assert (again / "tokenizer.json").read_text() == (theirs / "tokenizer.json").read_text()
+
+    line = command(capsys, *begun, tmp_path / "x", "--vocab-size", 999, code=1)
     assert f"--vocab-size is what the checkpoint of --init-hf {theirs} has; leave it out" in line
     os.truncate(theirs / WEIGHTS, 999)
-    assert "model.safetensors is damaged" in command(capsys, *argv, code=1)
+    assert "model.safetensors is damaged" in command(capsys, *begun, tmp_path / "x", code=1)
     assert not (tmp_path / "x").exists()  # nothing was tokenised
+    shutil.rmtree(theirs)
+    resume = ["train", "--resume", "--out", more, "--steps", 4]
+    assert f"model    {theirs}, " in command(capsys, *resume)
+    assert checkpoint.steps(more) == [2, 4]
+    assert "the run's" in command(capsys, *resume, "--init-hf", "other", code=1)
+    shutil.rmtree(more / "checkpoints")  # killed before the first
+    assert f"{theirs} is no folder" in command(capsys, *resume, code=1)
+    folder_of(theirs)
+    line = command(capsys, *resume, code=1)
+    assert "is not the checkpoint that this run was begun with: d_model is 24, not 16" in line

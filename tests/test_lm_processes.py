@@ -69,8 +69,8 @@ def test_a_process_is_told_of_others_by_a_cluster_or_by_flags(monkeypatch, varia
 @pytest.mark.parametrize(
     ("variables", "words"),
     [
-        (MPICH, "PMI_SIZE=4 says that this process is one of several by MPICH or Intel.*; name --"),
-        (MPICH | SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "PMI_SIZE=4 says"),
+        (MPICH, "PMI_SIZE=4 is of MPICH or Intel MPI, which do not tell .*; name --"),
+        (MPICH | SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, "PMI_SIZE=4 is of"),
         (PAIRS | {"CUDA_VISIBLE_DEVICES": "0,1,2"}, "3 GPUs are not shared evenly by the 2"),
     ],
 )
@@ -104,7 +104,7 @@ def test_a_folder_that_is_not_that_of_process_0_is_refused(tmp_path, monkeypatch
         train_module.held(tmp_path, second).__enter__()
         second.share = lambda make: "another"
         for folder in (tmp_path, tmp_path / "missing"):
-            with pytest.raises(RunError, match="is not the folder that process 0 has; name one on"):
+            with pytest.raises(RunError, match="is not the folder that process 0 has"):
                 train_module.held(folder, second).__enter__()
 
 

@@ -228,6 +228,7 @@ def test_a_stopped_or_killed_run_goes_on_to_the_same_losses(finished, argv, tmp_
     (out / "loss.png").unlink(missing_ok=True)  # as if killed between the last checkpoint and it
     assert f"already trained for {STEPS} steps" in resume(out)
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert f"--out {out} already holds a run; add --resume" in run(*argv, "--out", out, code=1)
 
 
 @pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
@@ -276,13 +277,47 @@ def test_a_run_goes_back_from_a_damaged_checkpoint_and_on_with_more_steps(finish
     assert checkpoint.steps(copied) == [STEPS + 9, STEPS + 10]
 
 
+def test_a_run_on_tokens_keeps_its_tokenizer_and_finds_them_elsewhere(tmp_path, stands_in):
+    """Of weighted sources, with others to validate with."""
+    out, cache = tmp_path / "run", tmp_path / "cache"
+    for i, name in enumerate("abcd"):
+        texts = (f"{name} scan reads {i * j} é" for j in range(60))
+        lines = (json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    a, b, c, d = (tmp_path / f"{name}.jsonl" for name in "abcd")
+    argv = ["train", "--preset", "micro", "--tokenizer", "bpe:300", "--data", f"{a}=3", f"{b}=1"]
+    argv += ["--eval-data", c, d, "--steps", 8, "--checkpoint-every", 4, "--eval-every", 4]
+    run(*argv, "--out", out)
+    *_, last = whole = losses(out)
+    each = {f"/{path.name}": last[f"validation_loss/{path.name}"] for path in (c, d)}
+    for name, loss in (each | {"": last["validation_loss"]}).items():
+        assert last[f"validation_perplexity{name}"] == pytest.approx(np.exp(loss))
+    assert min(each.values()) < last["validation_loss"] < max(each.values())
+    # A loss of bytes is one of tokens by how many there are of each.
+    assert 0.2 < last["validation_bits_per_byte"] * np.log(2) / last["validation_loss"] < 0.9
+    config, info = checkpoint.read(out)
+    assert config.vocab_size == config.model.vocab_size == 320
+    assert info["tokenizer"] == {"begin": 0, "end": 0, "size": 300}
+
+    shutil.rmtree(out / "checkpoints" / "8")
+    (out / "corpus").rename(cache)
+    assert "with --data-cache" in resume(out, code=1)
+    (out / "tokenizer.json").unlink()
+    assert "run/tokenizer.json is lost; copy it from" in run("sample", "--run", out, code=1)
+    shown = resume(out, "--data-cache", cache)  # which puts it back
+    assert all(told in shown for told in ("continued from step 4", " · perplexity ", "(c.jsonl "))
+    assert losses(out) == whole
+    ids = (model := sample.load(out)).encode("the scan reads é")
+    assert (ids[0], model.decode(ids)) == (0, "the scan reads é")
+
+
 def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     """Also on a CPU, where a run without it takes one."""
     count, compiled = len(jax.devices()), jax.jit(lambda: 0).lower().compile()
     none = program.Programs(lambda seed: TrainState({}, *[None] * 3), compiled, None)
     monkeypatch.setattr(train_module, "compile_programs", lambda *args, fresh: none)
     trained = train_module.Trained(tmp_path, 0, None, [], 0.0, None)
-    describe = lambda self, begun: self._describe(begun.state) or trained
+    describe = lambda self, state, done: self._describe(state) or trained
     monkeypatch.setattr(train_module.Trainer, "_train", describe)
     out, start = tmp_path / "one", [*argv, "--batch-size", count, "--out"]
     assert "device   1 × cpu" in run(*start, out)
@@ -291,19 +326,9 @@ def test_parallel_alone_is_over_all_devices(argv, tmp_path, monkeypatch):
     assert shared in resume(out, "--parallel", "fsdp")
     monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1])
     edit(out / "config.yaml", parallel=None, mesh="tensor=4")
-    assert resume(out, code=1) == (
-        "jaxkern: error: --mesh tensor=4 is more than this machine's 1 (cpu); choose at most that "
-        "by --devices, --parallel or --mesh\n"
-    )
+    line = "jaxkern: error: --mesh tensor=4 is more than this machine's 1 devices (cpu)\n"
+    assert resume(out, code=1) == line
     assert "error: --mesh fsdp=2 is more than" in resume(out, "--mesh", "fsdp=2", code=1)
-
-
-def test_a_run_is_not_overwritten(finished):
-    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*")}
-    told = f"--out {finished} already holds a run; add --resume"
-    assert told in run("train", "--preset", "micro", "--out", finished, code=1)
-    assert "--steps 3 differs from the run's" in resume(finished, "--steps", 3, code=1)
-    assert {path: path.stat().st_mtime_ns for path in finished.rglob("*")} == before
 
 
 def edit(path, **values):
@@ -320,10 +345,8 @@ CONFIG, RECORD = "config.yaml", "run.json"
 @pytest.mark.parametrize(
     ("file", "change", "words"),
     [
-        (RECORD, b'{"format": "jaxk', "damaged (JSONDecodeError: Unterminated string"),
-        (RECORD, b"[]", "damaged (TypeError"),
+        (RECORD, b'{"format": "jaxk', "damaged (Unterminated string"),
         (RECORD, {"format": "jaxkern-lm-1"}, "its format is 'jaxkern-lm-1', not 'jaxkern-lm-2'"),
-        (RECORD, {"data": None}, "is damaged (TypeError"),
         (RECORD, {"data": {"folder": "0"}}, "are missing or have changed since the run began"),
         (CONFIG, b"\xff", "config.yaml cannot be read ('utf-8' codec can't decode byte 0xff"),
         (CONFIG, {"mixed_precision": "fp8"}, "--mixed-precision fp8: "),
@@ -437,7 +460,6 @@ def test_signals_that_are_ignored_or_handled_already_stay_so():
     finally:
         signal.signal(signal.SIGHUP, before)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_second_signal_ends_the_process_at_once():
@@ -542,6 +564,9 @@ def test_a_run_learns_and_leaves_its_results(learned, text):
         *(f"a sample:\n\n{'x' * 300}\n\nmore:", f"jaxkern sample --run {out}"),
     ]
     assert re.search(".*".join(map(re.escape, told)), printed, re.DOTALL), printed
+    sampled = run("sample", "--run", out, "--prompt", "the ", "--length", 200)
+    words = {"a", "scan", "state", "of", "gate", "and", "chunk", "step", "reads", "keeps"}
+    assert len(words & {*re.findall("[a-z]+", sampled)}) >= 2
 
 
 @pytest.mark.exhaustive
@@ -555,19 +580,6 @@ def test_a_killed_run_of_a_model_goes_on_to_the_same_losses(learned, tmp_path):
     assert (out / "checkpoints" / f"20{PARTIAL}").exists()
     assert "continued from step 16" in resume(out)
     assert losses(out) == losses(whole)
-
-
-@pytest.mark.exhaustive
-def test_a_run_of_a_model_is_sampled(learned):
-    argv = ["sample", "--run", learned[1], "--prompt", "the ", "--length", 200]
-    first = run(*argv, "--seed", 3)
-    assert first.startswith("the ")
-    words = {"a", "scan", "state", "of", "gate.", "and", "chunk", "step", "reads", "keeps", "gate"}
-    assert len(words & {*first.split()}) >= 2
-    # A byte that is no character is shown as one, of three bytes.
-    assert len(first) <= len("the ") + 200 + len("\n") <= len(first.encode())
-    assert run(*argv, "--seed", 3) == first
-    assert run(*argv, "--temperature", 0) != first
 
 
 @pytest.mark.exhaustive
@@ -627,7 +639,7 @@ def test_a_run_is_shown_beside_its_metrics_and_goes_on_there(argv, tmp_path, sta
 
     os.rename(out / "checkpoints" / "8", out / "checkpoints" / "8.lost")  # as if it were killed
     line = resume(out, "--profile", "5:2", code=1)
-    assert "--profile 5:2 are steps 5 to 6, and those to come are 6 to 20; name steps" in line
+    assert "--profile 5:2 are steps 5 to 6, and those to come are 6 to 20" in line
     printed = resume(out, "--profile")
     assert "profile  steps 16 to 20: " in printed
     assert "https://ui.perfetto.dev opens " in printed

@@ -2,21 +2,23 @@
 
 cli         subcommands by tyro, one-line errors
 config      the configuration of a run, by flags, files of YAML and presets
-data        files of text -> bytes or tokens on disk -> batches
+sources     what --data names: files of documents, found and read
+tokenizer   bytes, a tokenizer.json, a BPE of the data
+data        a run's tokens on disk, and the batches that grain draws from them
 model       the language model (flax.nnx) on jaxkern's ops
-layers      attention and MLPs of hybrid models
-vocabulary  embedding and loss, also split between devices
+layers      attention and MLPs of hybrid models; embedding and loss, also split between devices
+parallel    how devices share a model and its batches
 step        one optimizer step and one evaluation, as pure functions
+program     the compiled programs of a run, and where their arrays lie; `warm`
+processes   the processes of a run, on one host or several
 checkpoint  what a run directory holds; save, restore
 hf          checkpoints in the layout of Hugging Face, and runs exported to it
 hf_layouts  how transformers stores each kind of model
 untrusted   reads files that a stranger may have written
 report      metrics.jsonl, TensorBoard, Weights & Biases, a trace of steps, progress, loss.png
-memory      whether a step fits, before it runs
 stop        ends a command on a signal, or when its output closes
 train       a training run, begun or resumed: `Trainer`
-program     the compiled programs of a run, and where their arrays lie; `warm`
-sample      a trained model in Python: loaded, called, sampled from
+sample      a trained model in Python: loaded, called, sampled from; `load`
 doctor      what would run on this machine, and why
 """
 
@@ -38,7 +40,7 @@ def __getattr__(name: str) -> Any:
     return Trainer
 
 
-def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "LanguageModel":
+def load(folder: str | PathLike[str], *, step: int | None = None) -> "LanguageModel":
     """Load a trained language model: a run of ``jaxkern train``, or one of Hugging Face.
 
     Args:
@@ -46,12 +48,6 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
         :func:`jaxkern.lm.hf.load` takes it.
       step: which of a run's checkpoints; by default the newest. If that is damaged, the newest one
         that is whole, with a warning.
-
-    Returns:
-      The model's shape, ``config``; its parameters, ``params``; and what calls it and samples from
-      it: ``model(tokens)`` gives logits, ``model.generate(prompts)`` what follows texts or tokens,
-      ``model.module()`` the flax.nnx module; ``model.encode(text)``, ``model.decode(tokens)`` are
-      by its tokenizer.
 
     Raises:
       ImportError: a package of the extras lm, hf or data is missing.
@@ -61,8 +57,7 @@ def load(folder: "str | PathLike[str]", *, step: int | None = None) -> "Language
     Example:
       >>> import jax.numpy as jnp, jaxkern.lm
       >>> model = jaxkern.lm.load("runs/tiny-20261122-120000")  # doctest: +SKIP
-      >>> tokens = model.encode("def f(x):")  # doctest: +SKIP
-      >>> logits = model(jnp.array([tokens]))  # (B, L) -> (B, L, vocab_size)  # doctest: +SKIP
+      >>> logits = model(jnp.array([model.encode("def f(x):")]))  # doctest: +SKIP
       >>> model.generate(["def ", "class Queue:"], length=200, temperature=0)  # doctest: +SKIP
     """
     from jaxkern.lm import sample

@@ -48,14 +48,9 @@ def is_run(out: Path) -> bool:
 def check_fresh(out: Path) -> None:
     """Refuse a folder that already holds a run or anything else, or is no folder."""
     if is_run(out):
-        raise RunError(
-            f"--out {out} already holds a run; add --resume to continue it, or name a new folder"
-        )
-    if out.exists():
-        if not out.is_dir():
-            raise RunError(f"--out {out} is a file; name a new folder")
-        if {path.name for path in out.iterdir()} - {"corpus", *BEFORE}:
-            raise RunError(f"--out {out} is not empty; name a new folder")
+        raise RunError(f"--out {out} already holds a run; add --resume, or name a new folder")
+    if out.exists() and {path.name for path in out.iterdir()} - {"corpus", *BEFORE}:
+        raise RunError(f"--out {out} is not empty; name a new folder")
 
 
 @contextlib.contextmanager
@@ -91,18 +86,12 @@ def read(run: Path) -> tuple[TrainConfig, dict[str, Any]]:
         raise RunError(f"{run} holds no run (no {_RECORD}); give the --out of a jaxkern train")
     try:
         record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-        found, data = record["format"], dict(record["data"])
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise RunError(
-            f"{run / _RECORD} is damaged ({type(error).__name__}: {error}); restore it, or train "
-            "again with another --out"
-        ) from None
-    if found != FORMAT:
-        raise RunError(
-            f"{run} was not written by this version of jaxkern: its format is {found!r}, not "
-            f"{FORMAT!r}; train again with another --out"
-        )
-    return TrainConfig.load(run / _CONFIG), data
+    except ValueError as error:
+        raise RunError(f"{run / _RECORD} is damaged ({error}); restore it") from None
+    if (found := record["format"]) != FORMAT:
+        what = f"{run} was not written by this version of jaxkern"
+        raise RunError(f"{what}: its format is {found!r}, not {FORMAT!r}; train again")
+    return TrainConfig.load(run / _CONFIG), record["data"]
 
 
 def steps(run: Path) -> list[int]:
@@ -112,19 +101,12 @@ def steps(run: Path) -> list[int]:
 
 
 class Restored(NamedTuple):
-    """Contents of a checkpoint.
+    """Contents of a checkpoint."""
 
-    Attributes:
-        step: how many steps it is after.
-        state: the arrays that were asked for, in their tree.
-        data: the state of the iterator over the batches.
-        damaged: of each newer checkpoint that cannot be read, a sentence.
-    """
-
-    step: int
-    state: Any
-    data: Any
-    damaged: list[str]
+    step: int  # that it is after
+    state: Any  # the arrays that were asked for, in their tree
+    data: Any  # the state of the iterator over the batches
+    damaged: list[str]  # of each newer checkpoint that cannot be read, a sentence
 
 
 def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALONE) -> Restored:
@@ -148,10 +130,8 @@ def restore(run: Path, like: Any, step: int | None = None, *, peers: Alone = ALO
                 path = run / _CHECKPOINTS / str(at)
                 damaged.append(f"checkpoint {path} cannot be read ({reason})")
     rest = f", nor any other of {', '.join(map(str, there))}" if len(damaged) > 1 else ""
-    raise RunError(
-        f"{damaged[0]}{rest}; put it back from a copy, or {_CONFIG} if its model was changed, or "
-        "train again"
-    )
+    remedy = f"put it back from a copy, or {_CONFIG} if its model was changed"
+    raise RunError(f"{damaged[0]}{rest}; {remedy}")
 
 
 def _read(manager: "ocp.CheckpointManager", step: int, like: Any) -> tuple[Any, Any]:
@@ -188,14 +168,8 @@ class Saver:
 
     Where devices have room for a copy of the arrays beside a step, the step after overwrites them
     at once and orbax reads the copy, which takes the host some tenths of a second: `write` does it
-    when the devices have steps to compute. Else the step after waits until orbax has the arrays.
-
-    Args:
-        run: the run's folder.
-        keep: how many checkpoints stay, the newest.
-        like: pytree of jax.ShapeDtypeStruct with shardings, as the state that is saved; ``None``
-            where there is no room for a copy.
-        peers: the processes of the run, each of which writes its parts of the arrays.
+    when the devices have steps to compute. Else, without `like`, shapes and shardings of the state,
+    the step after waits until orbax has the arrays. The newest checkpoints stay, `keep` of them.
     """
 
     def __init__(self, run: Path, *, keep: int, like: Any = None, peers: Alone = ALONE):

@@ -10,7 +10,6 @@ import dataclasses
 import errno
 import io
 import itertools
-import math
 import operator
 import os
 import re
@@ -27,14 +26,12 @@ from jaxkern.lm import stop
 from jaxkern.lm.config import (
     ALIASES,
     FlagError,
-    Probability,
     Rule,
     RunError,
+    Sampling,
     Size,
-    Temperature,
     TrainConfig,
     Whole,
-    axes_of,
     check_fields,
 )
 
@@ -95,7 +92,7 @@ class Warm(TrainConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(Sampling):
     """Write text with a trained model.
 
     Attributes:
@@ -104,11 +101,6 @@ class Sample:
         tokenizer.json.
       prompt: what the text begins with; given several times, several texts.
       prompts: a file of prompts, one in each line.
-      length: tokens to write.
-      temperature: lower is less random, 0 is not at all.
-      top_k: draw from the K likeliest of them, 0 from all.
-      top_p: draw from the likeliest that together have this probability.
-      seed: of the draws of the first text; the next has the next.
       stop: end a text before this one; may be given several times.
       timing: say on stderr how many tokens a second were decoded.
     """
@@ -117,11 +109,6 @@ class Sample:
     hf: Path | None = None
     prompt: UseAppendAction[tuple[str, ...]] = ()
     prompts: Path | None = None
-    length: Size = 400
-    temperature: Temperature = 0.8
-    top_k: Whole = 40
-    top_p: Probability = 1.0
-    seed: Whole = 0
     stop: UseAppendAction[tuple[str, ...]] = ()
     timing: bool = False
 
@@ -172,8 +159,7 @@ _ALONE = {"--remat": "layer", "--profile": "auto"}
 def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The command that arguments name, and its flags; of a configuration those that are given.
 
-    Raises:
-      SystemExit: on --help, --version and wrong flags, of which a line on stderr tells.
+    SystemExit on --help, --version and wrong flags, of which a line on stderr tells.
     """
     if [*argv] == ["--version"]:
         import jaxkern
@@ -251,14 +237,10 @@ def _subcommand(name: str, kind: Any, args: list[str]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command by these arguments, by default those of the process.
+    """Run a command by these arguments, by default those of the process; SystemExit as `parse`.
 
-    Returns:
-        The exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
-        signal, 141 where the output of a training run was closed.
-
-    Raises:
-        SystemExit: on --help, --version and wrong flags.
+    Returns the exit code: 0; 1 after an error told on stderr; 128 and the signal's number after a
+    signal, 141 where the output of a training run was closed.
     """
     name, flags = parse(sys.argv[1:] if argv is None else argv)
     # Text of any language is sampled, and not every terminal can show it.
@@ -357,16 +339,12 @@ def _sample(flags: dict[str, Any]) -> None:
         lines = file.read_bytes().decode("utf-8", "surrogateescape").split("\n")
         prompts += [line.removesuffix("\r") for line in lines if line.strip()]
         if not prompts:
-            raise RunError(f"--prompts {file} has no line of text; write one prompt in each")
+            raise RunError(f"--prompts {file} has no line of text")
     _start_jax()
     from jaxkern.lm import sample
 
-    if folder is None:
-        model, notes = sample.load_run(run)
-        for note in notes:
-            stop.tell(f"warning: {note}")
-    else:
-        model = sample.load_hf(folder)
+    warn = lambda note: stop.tell(f"warning: {note}")
+    model = sample.load_run(run, warn) if folder is None else sample.load_hf(folder)
     timing = sample.Timing() if flags.pop("timing") else None
     model.write(prompts or [""], timing=timing, **flags)
     if timing is not None:
@@ -383,19 +361,12 @@ def _export(flags: dict[str, Any]) -> None:
 def _warm(flags: dict[str, Any]) -> None:
     gpu, file = flags.pop("gpu"), flags.pop("config", None)
     config = TrainConfig.from_flags(flags, file)
-    devices = math.prod(axes_of(config.mesh).values())
-    if config.devices not in ("auto", "all"):
-        devices = int(config.devices)
-    elif config.parallel and not config.mesh:
-        raise RunError(
-            f"--parallel {config.parallel} does not say how many GPUs share that; add --devices "
-            "with their number"
-        )
+    if (devices := config.device_count or 1) == 1 and config.parallel:
+        raise RunError(f"--parallel {config.parallel} needs --devices with the number of GPUs")
     # The CPU stands for as many devices as there will be GPUs, so that XLA can split the program.
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    )
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     from jaxkern.lm.program import warm
 
     warm(config, gpu, devices)
@@ -419,11 +390,8 @@ def _start_jax() -> None:
     try:
         jax.local_devices()
     except (RuntimeError, AssertionError) as error:
-        named = os.environ.get("JAX_PLATFORMS")
-        raise RunError(
-            f"JAX cannot start{f' with JAX_PLATFORMS={named}' if named else ''}: "
-            f"{str(error) or 'there is no such device'}; jaxkern doctor shows what there is"
-        ) from None
+        named, why = os.environ.get("JAX_PLATFORMS", ""), str(error) or "there is no such device"
+        raise RunError(f"JAX cannot start with JAX_PLATFORMS={named}: {why}") from None
 
 
 _COMMANDS: dict[str, tuple[Any, Callable[[dict[str, Any]], None]]] = {

@@ -69,22 +69,14 @@ def check_fields(config: Any, prefix: str | None = "") -> None:
     """
     for field in dataclasses.fields(config):
         hint = _hints(type(config))[field.name]
+        value = getattr(config, field.name)
         try:
-            value = checked(field.name, hint, getattr(config, field.name))
+            object.__setattr__(config, field.name, typed(hint, value))
         except (TypeError, ValueError) as error:
+            what = f"must be {error}, got {value!r:.80}"
             if prefix is None:
-                raise
-            name, _, what = str(error).partition(" ")
-            raise FlagError(prefix + name, what) from None
-        object.__setattr__(config, field.name, value)
-
-
-def checked(name: str, hint: Any, value: Any) -> Any:
-    """The value as that type; TypeError or ValueError says of the name what it must be."""
-    try:
-        return typed(hint, value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name} must be {error}, got {value!r:.80}") from None
+                raise type(error)(f"{field.name} {what}") from None
+            raise FlagError(prefix + field.name, what) from None
 
 
 def typed(hint: Any, value: Any) -> Any:
@@ -116,6 +108,28 @@ def typed(hint: Any, value: Any) -> Any:
     if not of_kind or (isinstance(value, bool) and hint is not bool):
         raise TypeError(_WORDS.get(hint, f"a {hint.__name__}"))
     return hint(value) if hint in _NUMBERS else value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Options of drawing tokens.
+
+    Attributes:
+      length: tokens to write.
+      temperature: lower is less random, 0 is not at all.
+      top_k: draw from the K likeliest of them, 0 from all.
+      top_p: draw from the likeliest that together have this probability.
+      seed: of the draws of the first text; the next has the next.
+    """
+
+    length: Whole = 400
+    temperature: Temperature = 0.8
+    top_k: Whole = 40
+    top_p: Probability = 1.0
+    seed: Whole = 0
+
+    def __post_init__(self):
+        check_fields(self, prefix=None)
 
 
 Axis = Literal["data", "sequence", "fsdp", "tensor"]
@@ -218,10 +232,8 @@ class ModelConfig:
             raise ValueError(f"dt_limit must be two numbers in order, got {self.dt_limit!r}")
         (queries, keys), width = self.heads
         inner, divisors = self.expand * self.d_model, []
-        told, of_heads = (
-            "the inner channels, expand · d_model",
-            "the heads, expand · d_model / head_dim",
-        )
+        told = "the inner channels, expand · d_model"
+        of_heads = "the heads, expand · d_model / head_dim"
         if "mamba" not in self.kinds:
             divisors = [("head_dim", self.head_dim, told, inner)]
         if "mamba2" in self.kinds:
@@ -238,10 +250,8 @@ class ModelConfig:
                 ("n_kv_heads", keys, "n_heads", queries),
             ]
             if self.rotary_dim > width or self.rotary_dim % 2:
-                raise ValueError(
-                    f"rotary_dim must be even and at most the {width} channels of a head of "
-                    f"attention, got {self.rotary_dim}"
-                )
+                rule = f"even and at most the {width} channels of a head of attention"
+                raise ValueError(f"rotary_dim must be {rule}, got {self.rotary_dim}")
         for name, value, told, whole in divisors:
             if whole % value:
                 raise ValueError(f"{name} must divide {told} = {whole}, got {value}")
@@ -253,21 +263,15 @@ class ModelConfig:
         for entry in self.layers.split(","):
             name, times, count = (part.strip() for part in entry.partition("*"))
             if name not in LAYERS or (times and not re.fullmatch("[1-9][0-9]{0,4}", count)):
-                raise ValueError(
-                    f"layers must be names of {', '.join(LAYERS)}, each with a count or none, such "
-                    f"as 'mamba2*7, attention'; got {self.layers!r}"
-                )
+                rule = f"names of {', '.join(LAYERS)}, such as 'mamba2*7, attention'"
+                raise ValueError(f"layers must be {rule}, got {self.layers!r}")
             pattern += [name] * int(count or 1)
         if self.n_layers % len(pattern):
-            multiple = -(-self.n_layers // len(pattern)) * len(pattern)
-            raise ValueError(
-                f"layers {self.layers!r} are {len(pattern)} layers, and n_layers {self.n_layers} "
-                f"is no multiple of them; choose {multiple}"
-            )
+            what = f"n_layers must be a multiple of the {len(pattern)} of layers {self.layers!r}"
+            raise ValueError(f"{what}, got {self.n_layers}")
         if len({*pattern} & {*BLOCKS}) != 1:
-            raise ValueError(
-                f"layers must have one of {', '.join(BLOCKS)}, and not several; got {self.layers!r}"
-            )
+            rule = f"must have one of {', '.join(BLOCKS)}, and not several"
+            raise ValueError(f"layers {rule}; got {self.layers!r}")
         return tuple(pattern) * (self.n_layers // len(pattern))
 
     @property
@@ -290,12 +294,8 @@ class ModelConfig:
         # Which import JAX, and --help does not wait for it.
         from jaxkern.nn import delta_net, mamba, mamba2
 
-        blocks = (
-            mamba.BLOCK,
-            mamba2.BLOCK,
-            delta_net.GATED_DELTA_NET,
-            delta_net.KIMI_DELTA_ATTENTION,
-        )
+        of_delta = delta_net.GATED_DELTA_NET, delta_net.KIMI_DELTA_ATTENTION
+        blocks = mamba.BLOCK, mamba2.BLOCK, *of_delta
         return next(block for block in blocks if block.name in self.kinds)
 
     @functools.cached_property
@@ -332,9 +332,8 @@ class ModelConfig:
     def heads(self) -> tuple[tuple[int, int], int]:
         """Heads of attention, of queries and of keys and values; and the channels of one."""
         queries = self.n_heads or max(1, self.d_model // 64)
-        return (queries, self.n_kv_heads or queries), (
-            self.attention_head_dim or self.d_model // queries
-        )
+        width = self.attention_head_dim or self.d_model // queries
+        return (queries, self.n_kv_heads or queries), width
 
     @property
     def mlp_width(self) -> int:
@@ -483,21 +482,12 @@ class TrainConfig:
 
     def __post_init__(self):
         check_fields(self)
-        if self.batch_size % self.grad_accum:
-            raise RunError(
-                f"--batch-size {self.batch_size} cannot be split into --grad-accum "
-                f"{self.grad_accum} equal parts; choose a multiple of it"
-            )
         if "float64" in self.mixed_precision:
-            raise RunError(
-                f"--mixed-precision {self.mixed_precision}: float64 is more than the float32 "
-                "that the scans and sums of a run are in; write float32"
-            )
+            what = f"{self.mixed_precision}: float64 is more than the float32 that scans are in"
+            raise FlagError("mixed_precision", what)
         if self.parallel and self.mesh and axes_of(self.mesh).keys() != {self.parallel}:
-            raise RunError(
-                f"--parallel {self.parallel} and --mesh {self.mesh} name different axes; leave "
-                f"--parallel out, or --mesh for all devices by {self.parallel}"
-            )
+            what = f"{self.parallel} and --mesh {self.mesh} name different axes; leave one out"
+            raise FlagError("parallel", what)
         become = functools.partial(object.__setattr__, self)
         become("log_to", tuple(name for name in self.log_to if name != "none"))
         # None stands for what the tokenizer has, until that is known: see `for_tokens`.
@@ -519,6 +509,13 @@ class TrainConfig:
         """Steps of the line at the end of the schedule wsd."""
         return self.optimizer.decay or max(1, self.steps // 10)
 
+    @property
+    def device_count(self) -> int | None:
+        """The number of devices that --devices or --mesh name, or ``None``."""
+        if self.mesh and self.devices == "auto":
+            return math.prod(axes_of(self.mesh).values())
+        return int(self.devices) if self.devices.isdigit() else None
+
     @classmethod
     def from_flags(cls, flags: Mapping[str, Any], file: Path | None = None) -> "TrainConfig":
         """Build a configuration from what differs from a preset's.
@@ -538,11 +535,7 @@ class TrainConfig:
         return config
 
     def with_values(self, values: Mapping[str, Any]) -> "TrainConfig":
-        """The configuration with other values, by names such as ``"model.d_model"``.
-
-        Raises:
-          RunError: a value is wrong.
-        """
+        """The configuration with other values, by names such as ``"model.d_model"``."""
         return _built(_flat(self) | dict(values))
 
     def save(self, path: Path) -> None:
@@ -553,11 +546,7 @@ class TrainConfig:
 
     @classmethod
     def load(cls, path: "str | os.PathLike[str]") -> "TrainConfig":
-        """Read a configuration, of a run or one's own; what it leaves out is the preset's.
-
-        Raises:
-          RunError: it is no such file, or a name or a value in it is wrong.
-        """
+        """Read a configuration, of a run or one's own; what it leaves out is the preset's."""
         return cls.from_flags({}, Path(path))
 
     def for_tokens(self, size: int) -> "TrainConfig":
@@ -565,19 +554,12 @@ class TrainConfig:
 
         Without --vocab-size it has the next multiple of 64: products of matrices are fastest so.
         """
-        if self.init_hf and self.model.vocab_size < size:
-            raise RunError(
-                f"--tokenizer {self.tokenizer} has {size} tokens, more than the "
-                f"{self.model.vocab_size} of --init-hf {self.init_hf}; name one of at most as many"
-            )
         given = self.model.vocab_size if self.init_hf else self.vocab_size
-        vocab_size = given or -(-size // 64) * 64
-        if vocab_size < size:
-            raise RunError(
-                f"--vocab-size {vocab_size} is less than the {size} tokens of --tokenizer "
-                f"{self.tokenizer}; leave it out, or give at least {size}"
-            )
-        return dataclasses.replace(self, vocab_size=vocab_size)
+        if given and given < size:
+            whose = f"--init-hf {self.init_hf}" if self.init_hf else "--vocab-size"
+            what = f"{self.tokenizer} has {size} tokens, more than the {given} of {whose}"
+            raise FlagError("tokenizer", what)
+        return dataclasses.replace(self, vocab_size=given or -(-size // 64) * 64)
 
 
 _BYTES = 256  # tokens
@@ -666,15 +648,12 @@ def _of_preset(values: dict[str, Any]) -> dict[str, Any]:
     return _flat(PRESETS[name])
 
 
-def split_weight(text: str) -> tuple[str, str | None]:
-    """Part an argument of --data at the = before its weight, if there is one.
-
-    Infinity and NaN are taken for numbers, too, so that they are refused as weights and no part of
-    a field's name.
-    """
-    pattern = r"(?is)(.+)=([-+.\w]*\d[-+.\w]*|[-+]?(?:inf|infinity|nan))"
-    found = None if is_there(text) else re.fullmatch(pattern, text)
-    return (found[1], found[2]) if found else (text, None)
+def split_weight(text: str) -> tuple[str, float | None]:
+    """Part an argument of --data at the = before its weight, a number, if there is one."""
+    found = None if is_there(text) else re.fullmatch(r"(.+)=([-+\d.e]+)", text, re.I | re.S)
+    with contextlib.suppress(ValueError):
+        return (found[1], float(found[2])) if found else (text, None)
+    return text, None
 
 
 def is_there(path: str) -> bool:
@@ -688,19 +667,13 @@ def axes_of(mesh: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in pairs}
 
 
-def _presets() -> dict[str, TrainConfig]:
-    """The presets by name, small models first."""
-    found = {}
-    for path in (Path(__file__).parent / "presets").glob("*.yaml"):
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        found[path.stem] = _built(_named({"preset": path.stem} | values))
-
-    def size(item: tuple[str, TrainConfig]) -> tuple[int, int, int, str]:
-        model = item[1].model
-        block = next(i for i, kind in enumerate(BLOCKS) if kind in model.kinds)
-        return block, model.d_model, model.n_layers, model.layers
-
-    return dict(sorted(found.items(), key=size))
+def _preset(name: str) -> TrainConfig:
+    text = (Path(__file__).parent / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
+    return _built(_named({"preset": name} | yaml.safe_load(text)))
 
 
-PRESETS = _presets()
+_MAMBA2 = ("mamba2-micro", "mamba2-130m", "mamba2-370m", "mamba2-780m", "mamba2-1.3b")
+_DELTA = ("gdn-130m", "gdn-hybrid-130m", "gdn-370m", "kda-130m")
+PRESETS = {
+    name: _preset(name) for name in ("micro", "tiny", "130m", "370m", "1.4b", *_MAMBA2, *_DELTA)
+}

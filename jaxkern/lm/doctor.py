@@ -43,45 +43,34 @@ def _step(optimizer: str) -> Callable[..., Any]:
     return step
 
 
-_X, _INNER, _W = "8 2048 768", "8 2048 1536", "768 3072"
-_ONE, _GATED = (_INNER,), (_INNER, _INNER)
-_ACTIVATIONS = "relu", "relu_squared", "silu", "gelu", "quick_gelu", "sigmoid", "tanh"
-
-CALLS: dict[str, tuple[str, ...]] = {
-    "rms_norm": (_X, "768"),
-    "layer_norm": (_X, "768", "768"),
-    "linear": (_X, _W),
-    "gated_linear_unit": (_X, _W, _W),
-    "rms_norm_linear": (_X, "768", _W),
-    "layer_norm_linear": (_X, "768", "768", _W),
-    "accumulate_weight_grad": (f"{_W} float32", _X, "8 2048 3072"),
-    "cross_entropy": ("8 2048 50280", "8 2048 int32"),
-    "linear_cross_entropy": (_X, "768 50280", "8 2048 int32"),
-    **dict.fromkeys(_ACTIVATIONS, _ONE),
-    **dict.fromkeys(("swiglu", "geglu", "reglu", "glu"), _GATED),
-    **dict.fromkeys(("silu_and_mul", "gelu_and_mul"), ("8 2048 3072",)),
-    "dropout": (_X,),
-    "dropout_add": (_X, _X),
-    "causal_conv1d": (_INNER, "1536 4", "1536"),
-    "causal_conv1d_step": ("8 3 1536", "8 1536", "1536 4"),
-    "linear_scan": _GATED,
-    "selective_scan": (*_GATED, "1536 16 float32", "8 2048 16", "8 2048 16"),
-    "selective_scan_step": (
-        "8 1536 16 float32",
-        *("8 1536",) * 2,
-        "1536 16 float32",
-        *("8 16",) * 2,
-    ),
-    "ssd": ("8 2048 24 64", "8 2048 24", "24 float32", "8 2048 1 128", "8 2048 1 128"),
-    "ssd_step": ("8 24 64 128 float32", "8 24 64", "8 24", "24 float32", *("8 1 128",) * 2),
-    "gated_delta_rule": (*("8 2048 6 128",) * 3, "8 2048 6 float32", "8 2048 6"),
-    "gated_delta_rule_step": (
-        "8 6 128 128 float32",
-        *("8 6 128",) * 3,
-        *("8 6 float32", "8 6"),
-    ),
-    **dict.fromkeys(("fused_adamw", "fused_adam", "fused_sgd", "scale_gradients"), (_W,)),
-}
+_SHAPES = """
+rms_norm: 8.2048.768 768
+layer_norm: 8.2048.768 768 768
+linear: 8.2048.768 768.3072
+gated_linear_unit: 8.2048.768 768.3072 768.3072
+rms_norm_linear: 8.2048.768 768 768.3072
+layer_norm_linear: 8.2048.768 768 768 768.3072
+accumulate_weight_grad: 768.3072.float32 8.2048.768 8.2048.3072
+cross_entropy: 8.2048.50280 8.2048.int32
+linear_cross_entropy: 8.2048.768 768.50280 8.2048.int32
+relu relu_squared silu gelu quick_gelu sigmoid tanh: 8.2048.1536
+swiglu geglu reglu glu: 8.2048.1536 8.2048.1536
+silu_and_mul gelu_and_mul: 8.2048.3072
+dropout: 8.2048.768
+dropout_add: 8.2048.768 8.2048.768
+causal_conv1d: 8.2048.1536 1536.4 1536
+causal_conv1d_step: 8.3.1536 8.1536 1536.4
+linear_scan: 8.2048.1536 8.2048.1536
+selective_scan: 8.2048.1536 8.2048.1536 1536.16.float32 8.2048.16 8.2048.16
+selective_scan_step: 8.1536.16.float32 8.1536 8.1536 1536.16.float32 8.16 8.16
+ssd: 8.2048.24.64 8.2048.24 24.float32 8.2048.1.128 8.2048.1.128
+ssd_step: 8.24.64.128.float32 8.24.64 8.24 24.float32 8.1.128 8.1.128
+gated_delta_rule: 8.2048.6.128 8.2048.6.128 8.2048.6.128 8.2048.6.float32 8.2048.6
+gated_delta_rule_step: 8.6.128.128.float32 8.6.128 8.6.128 8.6.128 8.6.float32 8.6
+fused_adamw fused_adam fused_sgd scale_gradients: 768.3072
+"""
+_ROWS = (line.split(":") for line in _SHAPES.split("\n") if line)
+CALLS = {name: shapes.split() for names, shapes in _ROWS for name in names.split()}
 """The arrays of each op in a layer of Mamba, Mamba-2 or Gated DeltaNet 130m: sizes, and dtype if it
 is not bfloat16."""
 
@@ -191,10 +180,10 @@ def _choice(name: str) -> tuple[str, str]:
 
 
 def _type(text: str) -> jax.ShapeDtypeStruct:
-    """The array that "8 2048 int32" describes."""
-    sizes = [word for word in text.split() if word.isdigit()]
-    dtype = text.split()[-1] if len(sizes) < len(text.split()) else "bfloat16"
-    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), dtype)
+    """The array that "8.2048.int32" describes."""
+    sizes = [int(word) for word in text.split(".") if word.isdigit()]
+    dtype = next((word for word in text.split(".") if not word.isdigit()), "bfloat16")
+    return jax.ShapeDtypeStruct(tuple(sizes), dtype)
 
 
 def _cache() -> str:

@@ -36,9 +36,9 @@ from flax import traverse_util
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxkern.lm import checkpoint, data, sample, untrusted
+from jaxkern.lm import checkpoint, sample, untrusted
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import ModelConfig, RunError
-from jaxkern.lm.data import tokenizer as tokenizers
 from jaxkern.lm.data import write_atomically
 from jaxkern.lm.hf_layouts import CONFIG, HEAD, HOW_TO_GET, LAYOUTS, Layout, is_hf, layout_of
 from jaxkern.lm.model import count_params, initial_params
@@ -81,10 +81,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
     if config.tie_embeddings and head is not None:
         stored.pop(HEAD)
         if not np.array_equal(_read(folder, *head), _read(folder, *stored.get(embedding, head))):
-            raise RunError(
-                f"{folder}: {HEAD} differs from the embedding, and by {CONFIG} they are one; where "
-                f'the model has both, {CONFIG} says "tie_word_embeddings": false'
-            )
+            what = f"{folder}: {HEAD} differs from the embedding"
+            raise RunError(f"{what}, and by tie_word_embeddings of {CONFIG} they are one")
         stored.setdefault(embedding, head)  # one array, stored under its other name
     params = {path: np.empty(shape, np.float32) for path, shape in _shapes(config).items()}
     for name, view in layout.views(config, params):
@@ -92,9 +90,8 @@ def load(folder: Path | str) -> tuple[ModelConfig, dict[str, Any]]:
             raise RunError(f"{folder}: the weights have no {name}")
         tensor = _read(folder, *stored.pop(name))
         if tensor.shape != view.shape:
-            raise RunError(
-                f"{folder}: {name} has shape {tensor.shape}, and by {CONFIG} it is {view.shape}"
-            )
+            what = f"{folder}: {name} has shape {tensor.shape}"
+            raise RunError(f"{what}, and by {CONFIG} it is {view.shape}")
         view[...] = tensor
     if stored:
         name = _shown(stored[min(stored)][1])
@@ -161,20 +158,15 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    config = untrusted.read_json(folder, CONFIG, "configuration of a model")
-    if config is None and not folder.exists():
-        raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
+    config = untrusted.read_json(folder, CONFIG)
     if config is None:
-        raise RunError(f"{folder} holds no checkpoint (no {CONFIG}); {HOW_TO_GET}")
+        what = f"holds no checkpoint (no {CONFIG})" if folder.exists() else "is no folder"
+        raise RunError(f"{folder} {what}; {HOW_TO_GET}")
     return config
 
 
 def model_config(config: dict[str, Any]) -> ModelConfig:
-    """The shape of the model that config.json describes.
-
-    Raises:
-      RunError: it is not one that the model here can be.
-    """
+    """The shape of the model that config.json describes; RunError if none here can have it."""
     try:
         return _layout(config).shape(config)
     except ValueError as error:  # of values that do not fit one another
@@ -183,17 +175,9 @@ def model_config(config: dict[str, Any]) -> ModelConfig:
 
 def _layout(config: dict[str, Any]) -> Layout:
     """The layout that config.json is of; refuses a model that is of none here."""
-    if "format" in config and "flags" in config:
-        raise RunError(
-            f"{CONFIG} is that of a run of jaxkern train; load it with jaxkern sample --run, or "
-            "jaxkern.lm.load"
-        )
     if "hidden_size" not in config and "d_model" in config:
-        raise RunError(
-            f"{CONFIG} says d_model and no hidden_size: the checkpoint is in the layout of "
-            "mamba_ssm; take the one of the same name that ends in -hf, or convert it with a "
-            "script convert_mamba*_ssm_checkpoint_to_pytorch.py of transformers"
-        )
+        remedy = "take the one of the same name that ends in -hf, or have transformers convert it"
+        raise RunError(f"{CONFIG} is of the layout of mamba_ssm; {remedy}")
     kind = config.get("model_type", "mamba")
     known = {"model_type": tuple(LAYOUTS), "transformers_weights": (_WEIGHTS, None)}
     layout = LAYOUTS.get(kind) if isinstance(kind, str) else None
@@ -201,11 +185,6 @@ def _layout(config: dict[str, Any]) -> Layout:
         if (value := config.get(name, right[0])) not in right:
             said = " or ".join(repr(each) for each in right if each is not None)
             raise RunError(f"{CONFIG}: {name} is {value!r}, and here it is {said}")
-    if config.get("quantization_config") is not None:
-        raise RunError(
-            f"{CONFIG}: quantization_config is {config['quantization_config']!r}, and weights "
-            "here are bfloat16, float16 or float32; take the model that was quantized"
-        )
     assert layout is not None
     return layout
 
@@ -228,7 +207,7 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     """
     names: Any = [_WEIGHTS]
     if untrusted.file_in(folder, _WEIGHTS) is None:
-        index = untrusted.read_json(folder, _INDEX, "index of weights")
+        index = untrusted.read_json(folder, _INDEX)
         weight_map = {"": _WEIGHTS} if index is None else index.get("weight_map")
         names = weight_map.values() if isinstance(weight_map, dict) else [None]
         if not all(isinstance(name, str) for name in names):
@@ -237,13 +216,10 @@ def _stored(folder: Path, layout: Layout) -> dict[str, tuple[Any, str]]:
     for name in sorted({*names}):
         path = untrusted.file_in(folder, name)
         if path is None:
-            raise RunError(
-                f"{folder} holds no {_shown(name)}; download it whole, or write safetensors from "
-                "another format by save_pretrained of transformers"
-            )
+            remedy = "download it whole, or write safetensors by save_pretrained of transformers"
+            raise RunError(f"{folder} holds no {_shown(name)}; {remedy}")
         try:
             file = safe_open(path, framework="numpy")
-            _check_header(path)
         except (OSError, SafetensorError) as error:
             raise RunError(f"{path} is damaged: {error}") from None
         for stored in file.keys():  # noqa: SIM118
@@ -262,18 +238,9 @@ def _read(folder: Path, file: Any, name: str) -> np.ndarray:
     """A tensor of a file, float32."""
     dtype = file.get_slice(name).get_dtype()
     if dtype not in _STORED:
-        raise RunError(
-            f"{folder}: {_shown(name)} is of dtype {dtype}, and here weights are of "
-            f"{', '.join(_STORED)}"
-        )
+        what = f"{folder}: {_shown(name)} is of dtype {dtype}"
+        raise RunError(f"{what}, and here weights are of {', '.join(_STORED)}")
     return file.get_tensor(name).astype(np.float32)
-
-
-def _check_header(path: Path) -> None:
-    """Refuse a file of safetensors that has a tensor twice: its reader takes the last."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        untrusted.parse(file.read(size).decode(), path, "file of safetensors")
 
 
 def _shown(name: str) -> str:
@@ -286,42 +253,21 @@ def export(
 ) -> sample.LanguageModel:
     """Write a checkpoint of a run so that transformers, and ``jaxkern sample --hf``, read it.
 
-    Args:
-      run: the run's folder.
-      folder: is made if it is not there; a checkpoint of Hugging Face in it is replaced. What the
-        model is goes to config.json and model.safetensors; the run's tokenizer goes along, and what
-        else the checkpoint has that the run began with.
-      step: which checkpoint of the run; by default the newest that is whole.
-      dtype: "fp32" or "bf16", of the weights.
-
-    Returns:
-      The model that was written, in the dtypes of the run.
-
-    Raises:
-      RunError: with what is wrong and what to do.
+    The run's tokenizer goes along, and what else the checkpoint has that the run began with; one of
+    Hugging Face that is in the folder is replaced. Returns the model, in the dtypes of the run.
     """
-    model, notes = sample.load_run(run, step=step)
-    for note in notes:
-        say(f"warning: {note}")
-    config, info = checkpoint.read(run)
+    model = sample.load_run(run, lambda note: say(f"warning: {note}"), step=step)
+    config, _ = checkpoint.read(run)
     begun = Path(config.init_hf)
     like = begun if config.init_hf and (begun / CONFIG).exists() else None
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"--hf {folder} is a file; name a folder")
-    if checkpoint.is_run(folder):
-        raise RunError(f"--hf {folder} holds a run; name another folder")
-    if (folder / CONFIG).exists() and not is_hf(folder):
-        raise RunError(
-            f"--hf {folder} holds a {CONFIG} that is not of Hugging Face's layout; name another "
-            "folder"
-        )
+    if checkpoint.is_run(folder) or ((folder / CONFIG).exists() and not is_hf(folder)):
+        raise RunError(f"--hf {folder} holds something else; name another folder")
     params = jax.tree.map(lambda leaf: leaf.astype(_WRITTEN[dtype]), model.params)
     try:
         save(folder, model.config, params, like=like)
+        _write_tokenizer(folder, model.codec, like, config.tokenizer)
     except ValueError as error:
         raise RunError(f"the model of {run} cannot be written to --hf: {error}") from None
-    tokenizer = data.open_tokenizer(config.tokenizer, run, info)
-    _write_tokenizer(folder, tokenizer, like, config.tokenizer)
     say(f"{folder}: step {model.step} of {run}, {count_params(model.params):,} parameters, {dtype}")
     return model
 
@@ -339,7 +285,7 @@ def _write_tokenizer(folder: Path, tokenizer: Any, like: Path | None, spec: str)
     begin, end = tokenizer.begin, tokenizer.end
     ids = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": source.pad}
     for name in (CONFIG, _GENERATION):
-        content = untrusted.read_json(folder, name, "configuration")
+        content = untrusted.read_json(folder, name)
         if content is None:
             continue
         kept = {key: v for key, v in content.items() if begun or not key.endswith("_token_id")}

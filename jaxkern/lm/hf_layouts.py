@@ -28,8 +28,7 @@ CONFIG = "config.json"
 
 def is_hf(folder: Path) -> bool:
     """Whether a folder holds a config.json of Hugging Face's layout; RunError if it is damaged."""
-    content = untrusted.read_json(folder, CONFIG, "configuration of a model") or {}
-    return "format" not in content and "model_type" in content
+    return "model_type" in (untrusted.read_json(folder, CONFIG) or {})
 
 
 HOW_TO_GET = (
@@ -65,29 +64,20 @@ def value_of(content: Mapping[str, Any], name: str, default: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Transformers' layout of the language models of one of its classes.
-
-    Attributes:
-      model_type: what config.json calls it.
-      architecture: the class of transformers.
-      kinds: what a layer can be, how its tensors' names begin, and the name of its norm.
-      keys: the keys of config.json: of each a field of the model's shape, and the default. The
-        fields "heads" of Mamba-2 and "inner", the channels of Mamba, follow from others.
-      fixed: what config.json may say otherwise, and the models here cannot be.
-      read, write: the other fields, from the content and what the keys say, and the other keys.
-      outer: the names of the embedding and of the last norm.
-      gated: whether one layer of theirs is two here, and attention rotates its heads.
-    """
+    """Transformers' layout of the language models of one of its classes."""
 
     model_type: str
-    architecture: str
-    kinds: Mapping[str, tuple[str, str]]
+    architecture: str  # the class
+    kinds: Mapping[str, tuple[str, str]]  # of layers, how their tensors' names begin, their norms
+    # Of each key of config.json a field of the model's shape, and the default. Fields "heads" of
+    # Mamba-2 and "inner", the channels of Mamba, follow from others.
     keys: Mapping[str, tuple[str, Any]]
-    fixed: Mapping[str, tuple[Any, ...]]
+    fixed: Mapping[str, tuple[Any, ...]]  # what config.json may say otherwise, and models here not
+    # The other fields, from the content and what the keys say, and the other keys.
     read: Callable[[Mapping[str, Any], dict[str, Any]], dict[str, Any]] = lambda *_: {}
     write: Callable[[ModelConfig], dict[str, Any]] = lambda _: {}
     outer: tuple[str, str] = ("backbone.embeddings.weight", "backbone.norm_f.weight")
-    gated: bool = False
+    gated: bool = False  # one layer of theirs is two here, and attention rotates its heads
 
     @property
     def prefix(self) -> str:
@@ -130,34 +120,24 @@ class Layout:
         width = fields["d_model"]
         if inner := fields.pop("inner", None):
             if inner % width:
-                raise RunError(
-                    f"{CONFIG}: {names['inner']} is {inner}, and here it is a multiple of "
-                    f"hidden_size, {width}"
-                )
+                what = f"{CONFIG}: {names['inner']} is {inner}"
+                raise RunError(f"{what}, and here it is a multiple of hidden_size, {width}")
             fields["expand"] = inner // width
         if count := fields.pop("heads", 0):
             inner = fields["expand"] * width
             fields["head_dim"] = fields["head_dim"] or inner // count
-            if count * fields["head_dim"] != inner:
-                raise RunError(
-                    f"{CONFIG}: {names['heads']} · {names['head_dim']} is "
-                    f"{count * fields['head_dim']}, and here it is expand · hidden_size, {inner}"
-                )
+            if (found := count * fields["head_dim"]) != inner:
+                what = f"{CONFIG}: {names['heads']} · {names['head_dim']} is {found}"
+                raise RunError(f"{what}, and here it is expand · hidden_size, {inner}")
         return ModelConfig(**fields | self.read(content, fields))
 
     def content(self, config: ModelConfig) -> dict[str, Any]:
-        """The keys of config.json for a model of this shape.
-
-        Raises:
-          ValueError: transformers has no such model.
-        """
+        """The keys of config.json for a model of this shape; ValueError if there is none."""
         for name, other in (("norm_groups", "n_groups"), ("norm_eps", "eps")):
             own, same = getattr(config, name), getattr(config, other)
             if "mamba2" in config.kinds and own not in (None, same):
-                raise ValueError(
-                    f"{name} is {own} and {other} {same}, and transformers has one number for "
-                    f"both; {name} must be None or {same}"
-                )
+                what = f"{name} is {own} and {other} {same}"
+                raise ValueError(f"{what}, and transformers has one number for both")
         (queries, keys), width = config.heads
         fields = dataclasses.asdict(config) | {"dt_limit": [*config.dt_limit]}
         fields |= {"n_heads": queries, "n_kv_heads": keys, "attention_head_dim": width}
@@ -206,10 +186,8 @@ def _read_nemotron_h(content: Mapping[str, Any], fields: dict[str, Any]) -> dict
     listed = [*value_of(content, "layers_block_type", [str])]
     listed = listed or str(content.get("hybrid_override_pattern"))
     if not {*listed} <= _NEMOTRON.keys():
-        raise RunError(
-            f"{CONFIG}: the layers are {listed!r}, and here they are linear_attention (M), "
-            "full_attention (*) and mlp (-)"
-        )
+        right = "linear_attention (M), full_attention (*) and mlp (-)"
+        raise RunError(f"{CONFIG}: the layers are {listed!r}, and here they are {right}")
     low = value_of(content, "time_step_min", 1e-3)  # transformers leaves time_step_limit out
     layers = _layers([_NEMOTRON[name] for name in listed])
     return {"dt_limit": (low, math.inf), "tie_embeddings": False, **layers}
@@ -218,10 +196,8 @@ def _read_nemotron_h(content: Mapping[str, Any], fields: dict[str, Any]) -> dict
 def _write_nemotron_h(config: ModelConfig) -> dict[str, Any]:
     low, high = config.dt_limit
     if not low or high != math.inf:
-        raise ValueError(
-            f"dt_limit is {config.dt_limit}, and Nemotron-H's is a number above 0 and infinity, "
-            "such as (1e-3, inf)"
-        )
+        right = "a number above 0 and infinity, such as (1e-3, inf)"
+        raise ValueError(f"dt_limit is {config.dt_limit}, and Nemotron-H's is {right}")
     return {
         "layers_block_type": [_NAMES[kind] for kind in config.kinds],
         "hybrid_override_pattern": "".join(_LETTERS[kind] for kind in config.kinds),

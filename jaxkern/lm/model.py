@@ -30,7 +30,6 @@ from jaxkern.core.dispatch import Implementation
 from jaxkern.lm import layers
 from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
-from jaxkern.lm.vocabulary import embed
 from jaxkern.nn import remat as policies
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.precision import Policy
@@ -344,7 +343,7 @@ class MambaLM(nnx.Module):
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
         table = whole_beside(self.embedding[...], tokens).astype(jnp.float32)
-        x = embed(table, tokens, self.config.vocab_size, self.axis_name)
+        x = layers.embed(table, tokens, self.config.vocab_size, self.axis_name)
         return x, jnp.zeros(x.shape, self.options.policy.compute)
 
     def _last_norm(self, x, out):

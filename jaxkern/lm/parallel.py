@@ -97,10 +97,7 @@ class Split:
     # Where a parameter lies
 
     def specs(self, tree: Any, *, stored: bool = False) -> Any:
-        """The specs of the leaves of a tree of parameters, or of a training state.
-
-        `stored` is for the order of columns that checkpoints have.
-        """
+        """The specs of parameters or a training state, or with `stored` of those in checkpoints."""
         return jax.tree.map_with_path(lambda path, _: self._spec(path, stored), tree)
 
     def _spec(self, path: Any, stored: bool) -> PartitionSpec:
@@ -141,8 +138,8 @@ class Split:
     def added_up(self, grads: Any, *, exchanged: bool) -> Any:
         """Adds up the devices' gradients of all parameters.
 
-        They are those of what :meth:`gathered` was given if they are `exchanged`. Else they are
-        those of what it gives, and of the sum of those of a matrix each device keeps its part.
+        They are those of what :meth:`gathered` was given if they are `exchanged`, else of what it
+        gives; each device keeps its part.
         """
 
         def summed(path, grad):
@@ -164,10 +161,7 @@ class Split:
         return _DIMENSIONS.get(name, (None, None))[1] if self.axis("fsdp") else None
 
     def _summed_over(self, name: str) -> tuple[str, ...] | None:
-        """The axes over which the gradients of a parameter are added up, if there are any.
-
-        Over `fsdp` those of one that is split are added up where they are scattered.
-        """
+        """The axes over which a parameter's gradients are added up, and not scattered by `fsdp`."""
         scattered = self._gathered_dimension(name) is not None
         over = (axis for axis in TOKENS if not (scattered and axis == "fsdp"))
         return tuple(axis for axis in over if self.axis(axis)) or None
@@ -196,10 +190,7 @@ class Split:
 
     @property
     def _reordered(self) -> dict[str, int]:
-        """The parameters whose columns a split over `tensor` reorders, and which dimension it is.
-
-        The dimension is counted with that of the layers.
-        """
+        """The parameters whose columns `tensor` reorders, and their dimension, of all layers'."""
         if self.tensor == 1:
             return {}
         if isinstance(self.model.sizes, mamba2.Sizes | delta_net.Sizes):
@@ -221,10 +212,7 @@ class Split:
         return convolved if name.startswith("conv") else [inner, *convolved, (sizes.heads, True)]
 
     def _order(self, name: str) -> np.ndarray:
-        """The checkpoint's column of each column of the devices, one device after the other.
-
-        Columns that are not split are there once for each device.
-        """
+        """The checkpoint's column of each column of the devices, one device after the other."""
         parts = self.parts(name)
         starts = np.cumsum([0, *(size for size, _ in parts[:-1])])
         columns = []
@@ -280,10 +268,7 @@ _DIMENSIONS: dict[str, tuple[int | None, int | None]] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), (None, 0)),  # (D, …)
     **dict.fromkeys(("o_proj", "down_proj"), (None, 1)),  # (…, D)
 }
-"""The dimensions of a parameter that `tensor` and `fsdp` split, without that of the layers.
-
-What is not among them every device has whole.
-"""
+"""The dimensions of a layer's parameter that `tensor` and `fsdp` split; others all have whole."""
 
 _OUTER = ("embedding", "head")
 
@@ -297,11 +282,9 @@ def _name_of(path: Any) -> tuple[str, int]:
 def split_of(config: TrainConfig, devices: int) -> Split:
     """The split of a run's model between devices."""
     sizes = axes_of(config.mesh) or {config.parallel or "data": devices}
-    if math.prod(sizes.values()) != devices:
-        raise RunError(
-            f"--mesh {config.mesh} is of {math.prod(sizes.values())} devices and --devices says "
-            f"{devices}; leave --devices out, or give --mesh or --parallel, too"
-        )
+    if (count := math.prod(sizes.values())) != devices:
+        what = f"--mesh {config.mesh} is of {count} devices and --devices says {devices}"
+        raise RunError(f"{what}; leave one out, or give --parallel, too")
     split = Split(config.model, **sizes)
     asked = f"--mesh {config.mesh}"
     if not config.mesh:
@@ -309,20 +292,16 @@ def split_of(config: TrainConfig, devices: int) -> Split:
     _check_model(split, asked)
     parts = config.grad_accum * split.of_batch
     if config.batch_size % parts:
-        accumulated = f"--grad-accum {config.grad_accum} × " if config.grad_accum > 1 else ""
-        raise RunError(
-            f"--batch-size {config.batch_size} cannot be split over {accumulated}{split.of_batch} "
-            f"devices ({asked}); choose a multiple of {parts}, or fewer devices"
-        )
+        over = f"--grad-accum {config.grad_accum} × {split.of_batch} devices ({asked})"
+        what = f"--batch-size {config.batch_size} cannot be split over {over}"
+        raise RunError(f"{what}; choose a multiple of {parts}")
     chunk, before = config.model.block.chunk, config.model.sizes.d_conv - 1
     length, least = config.seq_len, split.sequence * chunk
     if split.sequence > 1 and (length % least or length < split.sequence * before):
         multiple = max(-(-length // least), -(-before // chunk)) * least
-        raise RunError(
-            f"{asked} cannot split the {length} tokens of --seq-len into equal parts of whole "
-            f"chunks of {chunk} tokens, each as long as the {before} that the convolution looks "
-            f"back; choose --seq-len {multiple}, or a smaller axis"
-        )
+        parts = f"equal parts of whole chunks of {chunk} tokens and at least {before}"
+        what = f"{asked} cannot split the {length} tokens of --seq-len into {parts}"
+        raise RunError(f"{what}; choose --seq-len {multiple}, or a smaller axis")
     return split
 
 
@@ -331,10 +310,8 @@ def _check_model(split: Split, asked: str) -> None:
     model, sizes = split.model, split.model.sizes
     across = "attention" in model.kinds and split.axis("sequence")
     if across or (model.hybrid and split.axis("tensor")):
-        raise RunError(
-            f"{asked} cannot split layers {model.layers!r}: tensor splits models of blocks alone, "
-            "and sequence those without attention; choose data or fsdp"
-        )
+        why = "tensor splits models of blocks alone, and sequence those without attention"
+        raise RunError(f"{asked} cannot split layers {model.layers!r}: {why}")
     dimensions = [
         (split.fsdp, model.d_model, "width d_model of {}"),
         (split.fsdp * split.tensor, sizes.d_inner, "{} inner channels"),
@@ -353,7 +330,5 @@ def _check_model(split: Split, asked: str) -> None:
             dimensions.append((split.fsdp * split.tensor, sizes.d_keys, "{} key channels"))
     for count, size, what in dimensions:
         if size % count:
-            raise RunError(
-                f"{asked} cannot split the model's {what.format(size)} into {count} equal parts; "
-                f"choose a divisor of {size}, or another axis"
-            )
+            parts = f"the model's {what.format(size)} into {count} equal parts"
+            raise RunError(f"{asked} cannot split {parts}; choose a divisor of {size}")

@@ -27,7 +27,7 @@ _TIMES: dict[str, Any] = {
     "heartbeat_timeout_seconds": 40,  # after which one without a sign of life is lost
     "shutdown_timeout_seconds": _LONG,
 }
-_BY_HAND = "name --coordinator HOST:PORT, --processes N and --process I, or --processes 1"
+_BY_HAND = "name --coordinator HOST:PORT, --processes N, --process from 0 to N-1, or --processes 1"
 _LOST = r"Gloo \w+ failed|remote process exited|Socket closed|heartbeat|distributed service"
 
 
@@ -71,10 +71,8 @@ class Several(Alone):
             try:
                 socket.create_server(("", int(port))).close()
             except (OSError, ValueError, OverflowError) as error:
-                raise RunError(
-                    f"process 0 cannot listen to port {port} ({error}); name another in "
-                    "--coordinator HOST:PORT"
-                ) from None
+                what = f"process 0 cannot listen to port {port} ({error})"
+                raise RunError(f"{what}; name another in --coordinator HOST:PORT") from None
         stop.say(f"hosts    waiting at most 5 minutes for {count} processes …")
         # JAX holds Python's lock while it waits, so no handler runs, and then handles SIGTERM.
         before = signal.getsignal(signal.SIGINT)
@@ -90,10 +88,8 @@ class Several(Alone):
         finally:
             signal.signal(signal.SIGINT, before)
         if (own := jax.local_device_count()) * self.count != jax.device_count():
-            raise RunError(
-                f"process {self.index} of {self.count} has {own} of all {jax.device_count()} "
-                "devices; give each process as many, by CUDA_VISIBLE_DEVICES"
-            )
+            what = f"process {self.index} of {self.count} has {own} of all {jax.device_count()}"
+            raise RunError(f"{what} devices; give each as many, by CUDA_VISIBLE_DEVICES")
         self.main, self.name = self.index == 0, f"process {self.index}: "
         self.together, self._asked, self._told = False, False, 0
 
@@ -185,18 +181,13 @@ def find(
     coordinator: str | None, processes: int | None, process: int | None
 ) -> dict[str, Any] | None:
     """JAX's arguments by these flags or the environment; ``None`` for a process alone."""
-    flags = {"coordinator": coordinator, "processes": processes, "process": process}
     if processes == 1 and not process:
         return None
-    if not (given := [f"--{name} {value}" for name, value in flags.items() if value is not None]):
+    if coordinator is None and processes is None and process is None:
         return _launched()
-    if coordinator is None or processes is None or process is None:
-        missing = " and ".join(f"--{name}" for name, value in flags.items() if value is None)
-        remedy = "give every process the same --coordinator and --processes, and its own --process"
-        raise RunError(f"{' '.join(given)} needs {missing}, too; {remedy}")
-    if process >= processes:
-        remedy = f"they are numbered from 0 to {processes - 1}"
-        raise RunError(f"--process {process} is not one of --processes {processes}; {remedy}")
+    if coordinator is None or processes is None or process is None or process >= processes:
+        given = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
+        raise RunError(f"{given} do not go together; {_BY_HAND}")
     arguments = {"coordinator_address": coordinator, "num_processes": processes}
     return arguments | {"process_id": process, "cluster_detection_method": "deactivate"}
 
@@ -214,10 +205,8 @@ def _launched() -> dict[str, Any] | None:
     count, on_host, local = (int(start[0]) if start else 1 for start in starts)
     mpich = os.environ.get("PMI_SIZE", "1")  # which Slurm may set, too
     if not mpi and mpich not in ("1", str(count)):
-        raise RunError(
-            f"PMI_SIZE={mpich} says that this process is one of several by MPICH or Intel MPI, "
-            f"which do not tell where process 0 is; {_BY_HAND}"
-        )
+        what = f"PMI_SIZE={mpich} is of MPICH or Intel MPI, which do not tell where process 0 is"
+        raise RunError(f"{what}; {_BY_HAND}")
     if count == 1:
         pod = {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= os.environ.keys()
         return {"local_device_ids": []} if pod else None
@@ -226,16 +215,10 @@ def _launched() -> dict[str, Any] | None:
         arguments["cluster_detection_method"] = "mpi4py"
     # By itself JAX takes one GPU for each process. An empty list stands for all that it sees.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = (
-        glob.glob("/dev/nvidia[0-9]*")
-        if visible is None
-        else [gpu for gpu in visible.split(",") if gpu]
-    )
+    there = glob.glob("/dev/nvidia[0-9]*")
+    gpus = there if visible is None else [gpu for gpu in visible.split(",") if gpu]
     shared = on_host > 1 and "SLURM_GPUS_PER_TASK" not in os.environ
     if shared and len(gpus) > on_host and len(gpus) % on_host:
-        raise RunError(
-            f"{len(gpus)} GPUs are not shared evenly by the {on_host} processes of this host; "
-            "start as many as divide them"
-        )
+        raise RunError(f"{len(gpus)} GPUs are not shared evenly by the {on_host} processes here")
     each = len(gpus) // on_host if shared else 0
     return arguments | {"local_device_ids": [*range(local * each, (local + 1) * each)]}

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from jaxkern.core import cache, kernel_call
 from jaxkern.core.target import GPUS, lowering_for
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import Packed, dtype_of, size_of
+from jaxkern.lm.data import Packed
 from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.parallel import BATCH, Split, split_of
 from jaxkern.lm.step import (
@@ -31,21 +31,16 @@ from jaxkern.lm.step import (
     schedule_of,
     token_weights,
 )
+from jaxkern.lm.tokenizer import dtype_of, size_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Placement of the arrays of a run.
-
-    Attributes:
-      devices: all of them.
-      split: between how many of them the axes of a mesh split the model and the batch.
-      mesh: of the devices; ``None`` for one.
-    """
+    """Placement of the arrays of a run."""
 
     devices: tuple[Any, ...]
-    split: Split
-    mesh: Mesh | None
+    split: Split  # of the model and the batch between them
+    mesh: Mesh | None  # of several devices
 
     @staticmethod
     def of(config: TrainConfig, devices: Sequence[Any]) -> "Placement":
@@ -57,40 +52,25 @@ class Placement:
         mesh = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
         return Placement(tuple(devices), split, mesh)
 
-    @property
-    def platform(self) -> str:
-        """The platform of the devices."""
-        return self.devices[0].platform
-
     def sharding(self, *spec: Any) -> Any:
         """The sharding of an array with these entries of a ``PartitionSpec``."""
         if self.mesh is None:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
-    @property
-    def first_split(self) -> Any:
-        """Windows of tokens whose first axis is the batch."""
+    def windows(self, *before: None) -> Any:
+        """The sharding of windows of tokens (B, L + 1), with an axis for each None before them."""
         batch = tuple(axis for axis in BATCH if self.split.axis(axis))
-        return self.sharding(batch, self.split.axis("sequence"))
-
-    @property
-    def second_split(self) -> Any:
-        """Windows of tokens whose second axis is the batch."""
-        batch = tuple(axis for axis in BATCH if self.split.axis(axis))
-        return self.sharding(None, batch, self.split.axis("sequence"))
+        return self.sharding(*before, batch, self.split.axis("sequence"))
 
     def shardings(self, tree: Any, *, stored: bool = False) -> Any:
-        """The shardings of the leaves of a tree of parameters, or of a training state.
-
-        `stored` is for the order of columns that checkpoints have.
-        """
+        """The shardings of parameters or of a training state, as :meth:`Split.specs` has them."""
         specs = self.split.specs(tree, stored=stored)
         return jax.tree.map(lambda spec: self.sharding(*spec), specs)
 
     def jit(self, f: Callable[..., Any], out_shardings: Any = None, **options: Any) -> Any:
         """Compiles `f` by ``jax.jit``, its results by default the same on every device."""
-        compiler = compiler_options(self.platform)
+        compiler = compiler_options(self.devices[0].platform)
         whole = self.sharding() if out_shardings is None else out_shardings
         return jax.jit(f, out_shardings=whole, compiler_options=compiler, **options)
 
@@ -102,21 +82,21 @@ class Placement:
         if self.mesh is None:
             return f
         # Without check_vma JAX adds no sums over devices to those that `f` asks for.
-        return jax.shard_map(
-            f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(f, mesh=self.mesh, check_vma=False, **specs)
 
     def to_stored(self, state: Any) -> Any:
         """The state with its columns in the order of checkpoints."""
-        if self.split.tensor == 1:
-            return state
-        return self.jit(self.split.to_stored, self.shardings(state, stored=True))(state)
+        return self._moved(state, self.split.to_stored, stored=True)
 
     def to_devices(self, state: Any) -> Any:
         """The state of a checkpoint with its columns in the order of the devices."""
+        return self._moved(state, self.split.to_devices)
+
+    def _moved(self, state: Any, move: Callable[[Any], Any], **order: bool) -> Any:
         if self.split.tensor == 1:
             return state
-        return self.jit(self.split.to_devices, self.shardings(state))(state)
+        return self.jit(move, self.shardings(state, **order))(state)
 
 
 def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
@@ -129,10 +109,7 @@ def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) 
 
 
 def abstract_state(config: TrainConfig, placement: Placement, *, stored: bool = False) -> Any:
-    """Shapes, dtypes and shardings of the training state.
-
-    `stored` is for the order of columns that checkpoints have.
-    """
+    """Shapes, dtypes and shardings of the training state, or of that which checkpoints have."""
     split = placement.split
     init = lambda: init_state(config, precision_policy(config))
     state = jax.eval_shape(init if stored else lambda: split.to_devices(init()))
@@ -167,31 +144,25 @@ def abstract_batch(config: TrainConfig, rows: tuple[int, ...], split: Split, sha
 def lowered_step(
     config: TrainConfig, placement: Placement, platform: str | None = None
 ) -> jax.stages.Lowered:
-    """Lowers the training step, (state, windows, schedule) -> (state, metrics).
-
-    `platform` is that of the placement's devices unless it is given.
-    """
-    split, by_parts = placement.split, placement.second_split
+    """Lowers the training step, by default for the platform of the placement's devices."""
+    split, by_parts = placement.split, placement.windows(None)
     rows = config.grad_accum, config.batch_size // config.grad_accum
     windows = abstract_batch(config, rows, split, by_parts)
     state = abstract_state(config, placement)
     structure = model_structure(config, split, gathers=gathers_in_layers(config, split))
     step = make_train_step(config, structure, split)
     if placement.mesh is not None:
-        specs = split.specs(state)
-        step = placement.on_each(
-            step, (specs, by_parts.spec, PartitionSpec()), (specs, PartitionSpec())
-        )
+        specs, whole = split.specs(state), PartitionSpec()
+        step = placement.on_each(step, (specs, by_parts.spec, whole), (specs, whole))
     shardings = placement.shardings(state), placement.sharding()
-    traced = placement.jit(step, shardings, donate_argnums=0).trace(
-        state, windows, schedule_of(config)
-    )
+    step = placement.jit(step, shardings, donate_argnums=0)
+    traced = step.trace(state, windows, schedule_of(config))
     return traced.lower(lowering_platforms=None if platform is None else (platform,))
 
 
 def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowered:
     """(parameters, windows (B/K, L + 1)) -> the mean cross-entropy, lowered."""
-    split, by_rows = placement.split, placement.first_split
+    split, by_rows = placement.split, placement.windows()
     rows = (config.batch_size // config.grad_accum,)
     windows = abstract_batch(config, rows, split, by_rows)
     params = abstract_state(config, placement).params
@@ -208,20 +179,11 @@ def lowered_loss(config: TrainConfig, placement: Placement) -> jax.stages.Lowere
 
 
 class Programs(NamedTuple):
-    """Compiled programs of a run.
+    """Compiled programs of a run; windows are a `Packed`, as :meth:`Split.windows` gives it."""
 
-    Attributes:
-      init: seed -> the state before the first step; ``None`` for a run that has one.
-      step: (state, windows (K, B/K, L + 1), schedule) -> (state, metrics).
-      loss: (parameters, windows (B/K, L + 1)) -> the mean cross-entropy.
-
-    Windows are a `Packed`, which has the segments of packed documents, too. Where sequences are
-    split, windows are those that :meth:`Split.windows` gives.
-    """
-
-    init: Any
-    step: jax.stages.Compiled
-    loss: jax.stages.Compiled
+    init: Any  # seed -> the state before the first step; ``None`` for a run that has one
+    step: jax.stages.Compiled  # (state, windows (K, B/K, L + 1), schedule) -> (state, metrics)
+    loss: jax.stages.Compiled  # (parameters, windows (B/K, L + 1)) -> the mean cross-entropy
 
 
 def compile_programs(config: TrainConfig, placement: Placement, *, fresh: bool) -> Programs:
@@ -250,11 +212,7 @@ def keep_programs() -> None:
 
 
 def warm(config: TrainConfig, gpu: str, devices: int) -> None:
-    """Keep the kernels of a training step in the cache, on a machine that need not have a GPU.
-
-    `gpu` is a name in ``jaxkern.core.target.GPUS``, and `devices` how many of them share each
-    batch.
-    """
+    """Keep the kernels of a training step for some GPUs in the cache, on any machine."""
     there = [name for name, each in GPUS.items() if each.unsupported is None]
     if gpu not in there:
         what = f"has no kernels: {GPUS[gpu].unsupported}" if gpu in GPUS else "is not known"

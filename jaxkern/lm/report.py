@@ -81,14 +81,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(line)
-            numbers = all(value is None or type(value) in (int, float) for value in record.values())
-            if not numbers or (records and record["step"] <= records[-1]["step"]):
+            if record["step"] <= (records[-1]["step"] if records else -1):
                 raise ValueError
-        except (ValueError, TypeError, AttributeError, KeyError):
-            raise RunError(
-                f"{path}, line {number} is not a record of jaxkern; mend it, or move the file away "
-                "to go on without the earlier losses"
-            ) from None
+        except (ValueError, TypeError, KeyError):
+            what = f"{path}, line {number} is not a record of jaxkern"
+            raise RunError(f"{what}; mend it, or move the file away") from None
         records.append(record)
     return records
 
@@ -102,15 +99,11 @@ def _scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in the run's folder ``tensorboard``, by tensorboardX.
+    """Event files in the run's folder ``tensorboard``, by tensorboardX, a small package."""
 
-    It is numpy and protobuf alone, where TensorBoard's own writer brings the whole of it.
-    """
-
-    def __init__(self, out: Path, stored: dict[str, Any], records: Sequence[dict[str, Any]]):
+    def __init__(self, out: Path, _: dict[str, Any], records: Sequence[dict[str, Any]]):
         from tensorboardX import SummaryWriter
 
-        del stored
         folder, begun = str(out / "tensorboard"), (out / "tensorboard").exists()
         first = records[-1]["step"] + 1 if begun and records else 0
         # A file is named by the second, and two of the same name would be one.
@@ -150,9 +143,8 @@ class WeightsAndBiases:
                 settings=wandb.Settings(console="off"),
             )
         except Exception as error:  # of wandb's own classes, which differ between its versions
-            raise RunError(
-                f"--log-to wandb: {error}; run wandb login, or set WANDB_MODE=offline"
-            ) from None
+            remedy = "run wandb login, or set WANDB_MODE=offline"
+            raise RunError(f"--log-to wandb: {error}; {remedy}") from None
         self.write(records)
 
     def write(self, records: Sequence[dict[str, Any]]) -> None:
@@ -219,7 +211,7 @@ class Progress:
     def __init__(self, *, start: int, steps: int, tokens_per_byte: float = 1.0, shown: bool = True):
         self._start, self._steps, self._bits = start, steps, BITS * tokens_per_byte
         self._began = time.perf_counter()
-        self._bar, self._text = None, ""
+        self._bar = None
         if shown and (sys.stderr.isatty() or "ipykernel" in sys.modules):
             form = "{percentage:3.0f}% {bar} {n_fmt}/{total_fmt} · {desc}{remaining} left"
             options = {"unit": "step", "dynamic_ncols": True, "bar_format": form}
@@ -233,13 +225,13 @@ class Progress:
         text = f"loss {loss:.3f} · {loss * self._bits:.3f} bits/byte · {speed:,.0f} tokens/s"
         known = records[-1].get("validation_bits_per_byte") is not None
         held_out = f" · {validation_told(records[-1])}" if known else ""
-        self._text = f"{text} · "
         if self._bar is None:
             left = (time.perf_counter() - self._began) / (step - self._start) * (self._steps - step)
-            stop.say(f"{self._at(step)} · {text} · {tqdm.format_interval(left)} left{held_out}")
+            left = tqdm.format_interval(left)
+            stop.say(f"step {step}/{self._steps} · {text} · {left} left{held_out}")
             return
         with stop.output_may_close():
-            self._bar.set_description_str(self._text, refresh=False)
+            self._bar.set_description_str(f"{text} · ", refresh=False)
             self._bar.update(step - self._bar.n)
             if held_out:
                 self._bar.write(f"step {step}{held_out}")
@@ -251,19 +243,12 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, step: int, what: str) -> Iterator[None]:
-        """Show on a terminal that steps wait for `what`; elsewhere, afterwards, for how long."""
+        """Say afterwards, where there is no bar, for how long steps waited for `what`."""
         began = time.perf_counter()
-        if self._bar is None:
-            yield
-            stop.say(f"{self._at(step)} · {what} took {time.perf_counter() - began:.2f} s")
-            return
-        with stop.output_may_close():
-            self._bar.set_description_str(f"{what} at step {step} · ")
         yield
-        self._bar.set_description_str(self._text, refresh=False)
-
-    def _at(self, step: int) -> str:
-        return f"step {step:{len(str(self._steps))}}/{self._steps}"
+        if self._bar is None:
+            seconds = time.perf_counter() - began
+            stop.say(f"step {step}/{self._steps} · {what} took {seconds:.2f} s")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -295,10 +280,8 @@ class Profile:
             self.first = int(first)
             self.last = self.first + int(count or _COUNT) - 1
         if self.first <= done or self.last > end:
-            raise RunError(
-                f"--profile {steps} are steps {self.first} to {self.last}, and those to come are "
-                f"{done + 1} to {end}; name steps among them, as STEP:COUNT"
-            )
+            what = f"--profile {steps} are steps {self.first} to {self.last}"
+            raise RunError(f"{what}, and those to come are {done + 1} to {end}")
 
     @contextlib.contextmanager
     def step(self, number: int, state: Any, speed: Speed) -> Iterator[None]:
@@ -320,12 +303,11 @@ class Profile:
         jax.block_until_ready(state)
         with speed.paused():
             self.close()
-        trace = max(self._folder.rglob("*.trace.json.gz"))
+        trace, folder = max(self._folder.rglob("*.trace.json.gz")), shlex.quote(str(self._folder))
         progress.tell(
             f"profile  steps {self.first} to {self.last}: {trace.parent}\n"
-            f"         tensorboard --logdir {shlex.quote(str(self._folder))} shows it, after "
-            "pip install tensorboard xprof,\n"
-            f"         and https://ui.perfetto.dev opens {trace.name}"
+            f"         https://ui.perfetto.dev opens {trace.name}, and, after\n"
+            f"         pip install tensorboard xprof, tensorboard --logdir {folder} shows it"
         )
 
     def close(self) -> None:

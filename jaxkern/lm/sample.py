@@ -21,12 +21,11 @@ import numpy as np
 from flax import nnx
 
 from jaxkern.lm import checkpoint, data
-from jaxkern.lm.config import ModelConfig, Probability, RunError, Temperature, Whole, checked
-from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer
+from jaxkern.lm.config import ModelConfig, RunError, Sampling
 from jaxkern.lm.hf_layouts import HOW_TO_GET, is_hf
 from jaxkern.lm.model import MambaLM, Options, initial_params
 from jaxkern.lm.step import make_model, precision_policy
+from jaxkern.lm.tokenizer import Bytes, Tokenizer
 
 _CHUNK = 16  # tokens decoded between two prints
 _PART = 2048  # tokens of a prompt that are read at once, so that memory does not grow with it
@@ -60,11 +59,7 @@ class LanguageModel:
     codec: Bytes | Tokenizer | None = dataclasses.field(default=Bytes(), repr=False)
 
     def module(self, options: Options | None = None) -> MambaLM:
-        """The flax.nnx module with these parameters, to be trained further or changed.
-
-        Args:
-          options: how it runs: dtypes, implementation, recomputation.
-        """
+        """The flax.nnx module with these parameters, to be trained further or changed."""
         return nnx.merge(make_model(self.config, options or Options()), self.params)
 
     def __call__(self, tokens: jax.Array, **options: Any) -> jax.Array:
@@ -118,19 +113,12 @@ class LanguageModel:
 
     def stream(self, prompt: str | Sequence[int], **options: Any) -> Iterator[Any]:
         """Continue one prompt as :meth:`generate` does, in pieces, as they are decoded."""
-        several, alone = _several(prompt)
-        if not alone:
-            raise TypeError(f"prompt must be one text or one sequence of tokens, got {prompt!r}")
-        return (piece for (piece,) in self._pieces(several, **options))
+        return (piece for (piece,) in self._pieces([prompt], **options))
 
     def write(self, prompts: Sequence[str], **options: Any) -> None:
         """Write texts and what follows them to stdout; of one prompt as it is decoded.
 
-        On a terminal escapes stand for what would control it.
-
-        Args:
-          prompts: what the texts begin with.
-          **options: as for :meth:`generate`.
+        On a terminal escapes stand for what would control it. Options are as for :meth:`generate`.
         """
         if len(prompts) == 1:
             _show(prompts[0])
@@ -145,10 +133,7 @@ class LanguageModel:
         """The tokens of a text, with the one that begins it."""
         ids, size = self._known_codec().encode(text), self.config.vocab_size
         if max(ids) >= size:
-            raise RunError(
-                f"tokenizer.json has token {max(ids)}, and the model has {size}; give the "
-                "tokenizer that the model was trained with"
-            )
+            raise RunError(f"tokenizer.json has token {max(ids)}, and the model has {size}")
         return ids
 
     def decode(self, tokens: Sequence[int] | jax.Array) -> str:
@@ -157,10 +142,8 @@ class LanguageModel:
 
     def _known_codec(self) -> Any:
         if self.codec is None:
-            raise RunError(
-                "the checkpoint holds no tokenizer.json, which says what its "
-                f"{self.config.vocab_size} tokens are"
-            )
+            size = self.config.vocab_size
+            raise RunError(f"the checkpoint holds no tokenizer.json, of its {size} tokens")
         return self.codec
 
     def _pieces(
@@ -171,10 +154,7 @@ class LanguageModel:
         timing: "Timing | None" = None,
         **options: Any,
     ) -> Iterator[list[Any]]:
-        """The next piece of what follows each prompt, as it is decoded: a text or tokens.
-
-        Without a codec any token may be drawn.
-        """
+        """The next piece of what follows each prompt, as it is decoded: a text or tokens."""
         if isinstance(stop, str) or not all(isinstance(text, str) for text in stop):
             raise TypeError(f"stop must be a sequence of texts, got {stop!r}")
         if not all(stop):
@@ -188,7 +168,7 @@ class LanguageModel:
             _reader(codec.decoder(tokens), stop) if t else lambda tokens, final: (tokens, final)
             for tokens, t in zip(ids, of_text, strict=True)
         ]
-        drawn, ends = (None, ()) if codec is None else (codec.drawn, codec.ends)
+        drawn, ends = (None, ()) if codec is None else (codec.drawn, codec.ends)  # None for any
         graphdef = make_model(self.config, Options())  # fp32 costs nothing for a few rows
         going = [True] * len(ids)
         for chunk in generate_tokens(graphdef, self.params, ids, among=drawn, **options):
@@ -219,19 +199,14 @@ def _several(prompts: Any) -> tuple[list[Any], bool]:
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts must be a text or token ids, or several, got {prompts!r}")
     several = list(prompts)
-    tokens = [not isinstance(each, str) and np.ndim(each) == 0 for each in several]
-    if several and all(tokens):
-        return [np.asarray(prompts)], True
-    if any(tokens):
-        i = tokens.index(True)
-        raise TypeError(f"prompts[{i}] must be a text or token ids, got {several[i]!r}")
-    return several, False
+    of_tokens = not any(isinstance(each, str) or np.ndim(each) for each in several)
+    return ([several], True) if several and of_tokens else (several, False)
 
 
 def _reader(decode: Callable[[Sequence[int], bool], str], stops: Sequence[str]) -> Any:
     """A function (next tokens, whether they are the last) -> the next piece, and whether it is.
 
-    The text ends before the one of several others that is the first to be whole in it.
+    The text ends before the stop that is the first to be whole in it.
     """
     text, sure, longest = "", 0, max(map(len, stops), default=1)
 
@@ -263,22 +238,20 @@ class Timing:
     """The speed at which tokens of all texts together are decoded."""
 
     def __init__(self):
-        self._start = time.perf_counter()
-        self._added: list[tuple[float, int]] = []
+        self._times, self._counts = [time.perf_counter()], list[int]()
 
     def add(self, tokens: int) -> None:
         """Notes that this number more are there."""
-        self._added.append((time.perf_counter(), tokens))
+        self._times.append(time.perf_counter())
+        self._counts.append(tokens)
 
     def __str__(self) -> str:
-        if not self._added:
+        if not self._counts:
             return "no token was decoded"
-        (first, count), *rest = self._added
-        told = f"the first {count} tokens after {first - self._start:.2f} s, compilation included"
-        if not rest:
-            return told
-        more = sum(tokens for _, tokens in rest)
-        return f"{told}; then {more} at {more / (rest[-1][0] - first):,.0f} tokens/s"
+        (began, first, *_), (count, *more) = self._times, self._counts
+        told = f"the first {count} tokens after {first - began:.2f} s, compilation included"
+        speed = sum(more) / max(self._times[-1] - first, 1e-9)
+        return told + (f"; then {sum(more)} at {speed:,.0f} tokens/s" if more else "")
 
 
 def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
@@ -286,59 +259,36 @@ def initial(config: ModelConfig, seed: int = 0) -> LanguageModel:
     return LanguageModel(config, jax.jit(lambda: initial_params(config, seed))(), 0)
 
 
-def load(folder: Path | str, *, step: int | None = None) -> LanguageModel:
+def load(folder: Path, *, step: int | None = None) -> LanguageModel:
     """Load a trained language model; see :func:`jaxkern.lm.load`."""
-    folder = Path(folder)
     if not folder.exists():
         raise RunError(f"there is no folder {folder}; {HOW_TO_GET}")
     if is_hf(folder):
         if step is not None:
             raise RunError(f"{folder} is no run, so that it has no step {step}; leave step out")
         return load_hf(folder)
-    model, notes = load_run(folder, step=step)
-    for note in notes:
-        warnings.warn(note, stacklevel=3)
-    return model
+    return load_run(folder, lambda note: warnings.warn(note, stacklevel=5), step=step)
 
 
-def load_run(run: Path, *, step: int | None = None) -> tuple[LanguageModel, list[str]]:
-    """Load a run's newest whole checkpoint, or the one of a step; RunError if it cannot.
-
-    Returns the model, and what to tell of damaged checkpoints that are newer.
-    """
-    run = Path(run)
-    if run.parent.name == "checkpoints" and run.name.isdigit():
-        raise RunError(f"{run} is one checkpoint of a run; give the run's folder, {run.parents[1]}")
-    if is_hf(run):
-        raise RunError(
-            f"{run} is a checkpoint in the layout of Hugging Face, and no run; load it with "
-            "jaxkern sample --hf, or jaxkern.lm.load"
-        )
+def load_run(run: Path, warn: Callable[[str], None], *, step: int | None = None) -> LanguageModel:
+    """Load a run's newest whole checkpoint, or that of a step, and warn of damaged ones."""
     config, info = checkpoint.read(run)
     policy = precision_policy(config)
     like = jax.eval_shape(lambda: policy.cast_to_params(initial_params(config.model)))
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     found = checkpoint.restore(run, {"params": checkpoint.abstract(like, device)}, step)
-    notes = [f"{what}; that of step {found.step} is loaded" for what in found.damaged]
-    if config.tokenizer != "bytes" and not (run / tokenizers.FILE).is_file():
-        raise RunError(
-            f"{run} has lost its tokenizer.json, by which its model reads and writes text; copy it "
-            "from its corpus/, its --data-cache, or a folder that jaxkern export wrote"
-        )
+    for what in found.damaged:
+        warn(f"{what}; that of step {found.step} is loaded")
     codec = data.open_tokenizer(config.tokenizer, run, info)
-    return LanguageModel(config.model, found.state["params"], found.step, codec), notes
+    return LanguageModel(config.model, found.state["params"], found.step, codec)
 
 
 def load_hf(folder: Path | str) -> LanguageModel:
-    """Load a checkpoint in the layout of Hugging Face; see :func:`jaxkern.lm.hf.load`.
-
-    Without a tokenizer.json a model of 256 tokens is one of bytes.
-    """
+    """Load a checkpoint of Hugging Face; without a tokenizer.json one of 256 tokens is of bytes."""
     from jaxkern.lm import hf
 
     config, params = hf.load(folder)
-    of_bytes = Bytes() if config.vocab_size == 256 else None
-    codec = hf.load_tokenizer(Path(folder)) or of_bytes
+    codec = hf.load_tokenizer(Path(folder)) or (Bytes() if config.vocab_size == 256 else None)
     return LanguageModel(config, jax.tree.map(jnp.asarray, params), None, codec)
 
 
@@ -348,33 +298,24 @@ def generate_tokens(
     prompts: Sequence[Sequence[int]],
     *,
     among: Collection[int] | None = None,
-    length: int = 400,
-    temperature: float = 0.8,
-    top_k: int = 40,
-    top_p: float = 1.0,
-    seed: int = 0,
+    **options: Any,
 ) -> Iterator[np.ndarray]:
-    """Decode `length` tokens after each of several prompts, B, in pieces (B, n), int32.
+    """Decode tokens after each of several prompts, B, of at least one, in pieces (B, n), int32.
 
-    The prompts are sequences of at least one token, of any lengths. Tokens are drawn `among` those
-    given, of which the model may lack some, by default all. The other options and the errors are as
-    for :meth:`LanguageModel.generate`.
+    They are drawn `among` those given, of which the model may lack some, by default all. The other
+    options and the errors are as for :meth:`LanguageModel.generate`.
     """
     size = nnx.merge(graphdef, params).config.vocab_size
     ids = _check_prompts(prompts, size)
-    length, seed = checked("length", Whole, length), checked("seed", Whole, seed)
-    temperature = checked("temperature", Temperature, temperature)
-    top_k, top_p = checked("top_k", Whole, top_k), checked("top_p", Probability, top_p)
-    greedy = temperature < np.finfo(np.float32).tiny or top_k == 1
+    by = Sampling(**options)
+    greedy = by.temperature < np.finfo(np.float32).tiny or by.top_k == 1
     drawn = None if among is None else np.isin(np.arange(size), list(among))
-    options = {"temperature": temperature, "top_p": top_p, "drawn": drawn}
-    options |= {"top_k": min(top_k, size), "greedy": greedy, "nucleus": top_p < 1}
-    return _generate(graphdef, params, ids, length, seed, options)
+    options = {"temperature": by.temperature, "top_p": by.top_p, "drawn": drawn}
+    options |= {"top_k": min(by.top_k, size), "greedy": greedy, "nucleus": by.top_p < 1}
+    return _generate(graphdef, params, ids, by.length, by.seed, options)
 
 
 def _check_prompts(prompts: Sequence[Sequence[int]], size: int) -> list[np.ndarray]:
-    if not len(prompts):
-        raise ValueError("prompts must have at least one prompt, got none")
     ids = [np.asarray(prompt) for prompt in prompts]
     for i, prompt in enumerate(ids):
         if not prompt.size:
@@ -452,11 +393,7 @@ def _prefill(graphdef, params, tokens, mask, state, room):
 )
 @jax.default_matmul_precision("highest")
 def _decode(graphdef, params, logits, state, keys, start, **options):
-    """The next _CHUNK tokens, (B, _CHUNK), given the logits of the first of them.
-
-    They are those after the first `start`. Where a row's logits are not numbers they are -1. The
-    memory of `logits` and `state` is used for those after the last token.
-    """
+    """The _CHUNK tokens, (B, _CHUNK), after the first `start`; -1 where logits are not numbers."""
     model = nnx.merge(graphdef, params)
 
     def one(carry, position):

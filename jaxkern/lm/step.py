@@ -19,9 +19,9 @@ from flax import nnx
 import jaxkern
 from jaxkern.lm.config import ModelConfig, RunError, TrainConfig
 from jaxkern.lm.data import Packed
+from jaxkern.lm.layers import linear_cross_entropy
 from jaxkern.lm.model import MambaLM, Options, decayed, initial_params
 from jaxkern.lm.parallel import TOKENS, Split
-from jaxkern.lm.vocabulary import linear_cross_entropy
 from jaxkern.nn.collectives import whole_beside
 from jaxkern.nn.common import implementation_of_products
 from jaxkern.optim.gradients import sums_of_gradients

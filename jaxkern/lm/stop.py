@@ -22,17 +22,12 @@ _deferring = 0
 
 
 class Stopped(KeyboardInterrupt):
-    """A command was asked to end.
-
-    Attributes:
-      signum: the signal; SIGPIPE where the output was closed.
-      message: what is left of the work and how to continue it; "" until that is known.
-    """
+    """A command was asked to end."""
 
     def __init__(self, signum: int, message: str = ""):
         super().__init__(signum)
-        self.signum = signum
-        self.message = message
+        self.signum = signum  # SIGPIPE where the output was closed
+        self.message = message  # what is left of the work, and how to continue it
 
     @property
     def code(self) -> int:

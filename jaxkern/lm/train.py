@@ -18,17 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkern.lm import checkpoint, data, processes, sample, stop
-from jaxkern.lm.config import PRESETS, FlagError, RunError, TrainConfig, axes_of, settings
-from jaxkern.lm.memory import REMEDY, check_least_memory, check_memory, has_room
+from jaxkern.lm.config import PRESETS, FlagError, RunError, TrainConfig, settings
+from jaxkern.lm.memory import REMEDY, check_memory, has_room
 from jaxkern.lm.model import count_params
 from jaxkern.lm.processes import Alone
-from jaxkern.lm.program import (
-    Placement,
-    Programs,
-    abstract_state,
-    compile_programs,
-    keep_programs,
-)
+from jaxkern.lm.program import Placement, Programs, abstract_state, compile_programs, keep_programs
 from jaxkern.lm.report import (
     BITS,
     PACKAGES,
@@ -43,38 +37,19 @@ from jaxkern.lm.report import (
 )
 from jaxkern.lm.step import TrainState, init_state, precision_policy, schedule_of
 from jaxkern.lm.stop import say
+from jaxkern.lm.tokenizer import size_of
 from jaxkern.precision import DynamicLossScale
 
 
 class Trained(NamedTuple):
-    """Result of a run.
+    """Result of a run."""
 
-    Attributes:
-      out: its folder, which :func:`jaxkern.lm.load` takes.
-      step: how many steps it has.
-      state: parameters and the rest, on the devices.
-      records: what metrics.jsonl has of each step; of several processes, in the first alone.
-      tokens_per_second: of the steps alone; 0 if there were none to do.
-      tokenizer: of its tokens.
-    """
-
-    out: Path
-    step: int
-    state: TrainState
-    records: Sequence[dict[str, Any]]
-    tokens_per_second: float
+    out: Path  # its folder, which :func:`jaxkern.lm.load` takes
+    step: int  # how many steps it has
+    state: TrainState  # parameters and the rest, on the devices
+    records: Sequence[dict[str, Any]]  # of metrics.jsonl; of several processes, in the first alone
+    tokens_per_second: float  # of the steps alone; 0 if there were none to do
     tokenizer: Any
-
-
-class _Begun(NamedTuple):
-    """State that the steps start from; a run that has them all has no programs."""
-
-    state: Any
-    done: int
-    corpus: data.Corpus
-    batches: Any
-    programs: Programs | None = None
-    profile: Any = None
 
 
 def train(flags: dict[str, Any]) -> None:
@@ -82,10 +57,7 @@ def train(flags: dict[str, Any]) -> None:
     profile, out, file = (flags.pop(name, None) for name in ("profile", "out", "config"))
     if flags.pop("resume", False):
         if out is None or file is not None:
-            raise RunError(
-                "--resume needs --out, the folder of the run to continue"
-                + ("" if file is None else ", and has its config.yaml; leave --config out")
-            )
+            raise RunError("--resume needs --out, the folder of the run, and takes no --config")
         trainer = Trainer.resume(out, flags, profile=profile)
     else:
         given = settings(flags, file)
@@ -97,10 +69,9 @@ def train(flags: dict[str, Any]) -> None:
         try:
             trainer.show(trained)
         except stop.Stopped as stopped:
-            stopped.message = (
-                f"training is finished, and step {trained.step} is saved in {trained.out}; sample "
-                f"with: jaxkern sample --run {shlex.quote(str(trained.out))}"
-            )
+            done = f"training is finished, and step {trained.step} is saved in {trained.out}"
+            run = shlex.quote(str(trained.out))
+            stopped.message = f"{done}; sample with: jaxkern sample --run {run}"
             raise
 
 
@@ -133,13 +104,9 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        out: "str | PathLike[str] | None" = None,
-        *,
-        profile: str | None = None,
+        self, config: TrainConfig, out: str | PathLike[str] | None = None, *, profile: Any = None
     ):
-        self.peers, self._profile = processes.current, profile
+        self.peers, self._asked = processes.current, profile
         begun = self.peers.share(lambda: time.strftime("%Y%m%d-%H%M%S"))
         name = Path(config.init_hf or config.preset).resolve().name
         self.out = Path(out or f"runs/{name}-{begun}")
@@ -148,25 +115,20 @@ class Trainer:
 
     @classmethod
     def resume(
-        cls,
-        out: "str | PathLike[str]",
-        changes: Mapping[str, Any] | None = None,
-        *,
-        profile: str | None = None,
+        cls, out: str | PathLike[str], changes: Mapping[str, Any] | None = None, **options: Any
     ) -> "Trainer":
         """The trainer of the run in `out`, which goes on from its last checkpoint.
 
         Args:
           out: its folder.
           changes: what is to be otherwise, by name, such as ``{"steps": 2000}``.
-          profile: the steps to trace.
+          **options: as of the class.
 
         Raises:
           RunError: it is no run, or a change is none that a run may have.
         """
-        folder = Path(out)
-        config, stored = checkpoint.read(folder)
-        trainer = cls(changed(config, changes or {}), folder, profile=profile)
+        config, stored = checkpoint.read(Path(out))
+        trainer = cls(changed(config, changes or {}), out, **options)
         trainer._stored = stored
         return trainer
 
@@ -198,12 +160,12 @@ class Trainer:
                 created = not self.out.exists()
                 with held(self.out, peers):
                     try:
-                        begun = self._begin()
+                        state, done = self._begin()
                     except BaseException:
                         if fresh and peers.main and not checkpoint.is_run(self.out):
                             _leave_as_it_was(self.out, created)
                         raise
-                    trained = self._train(begun)
+                    trained = self._train(state, done)
                 peers.trained()
                 return trained
             except stop.Stopped as stopped:
@@ -212,10 +174,12 @@ class Trainer:
 
     # Before the steps: all that may be refused, what costs little before the rest
 
-    def _begin(self) -> _Begun:
-        stored, done, state = self._stored, 0, None
+    def _begin(self) -> tuple[TrainState, int]:
+        """The state that the steps start from, and their number; the rest are attributes."""
+        stored, done = self._stored, 0
         begins = lambda: weights(self.config) if self.config.init_hf and not done else None
-        profile = params = None
+        none: Any = None
+        state = profile = params = none
         if stored is None:
             profile, params = self._traced(done), begins()
             say("data     reading …")
@@ -224,21 +188,21 @@ class Trainer:
         else:
             corpus = data.reopen(self.config, self.out, stored)
         say(f"data     {corpus.describe()}")
-        batches = corpus.batches(self.config)
+        self._corpus, self._batches = corpus, corpus.batches(self.config)
         if stored is not None and checkpoint.steps(self.out):
             with stop.deferred():
-                state, done = self._restore(batches)
+                state, done = self._restore()
         say(f"run      {self.out}" + (f", continued from step {done}" if done else ""))
         if done >= self.config.steps:
             say(f"already trained for {done} steps; give a greater --steps to go on")
-            return _Begun(state, done, corpus, batches)
+            return state, done
         if stored is not None:
             profile, params = self._traced(done), begins()
-        programs = self._compile(fresh=not done and params is None)
+        self._profile, self._programs = profile, self._compile(fresh=not done and params is None)
         if state is None:
             with stop.deferred():
                 if params is None:
-                    state = programs.init(np.int32(self.config.seed))
+                    state = self._programs.init(np.int32(self.config.seed))
                 else:
                     state = self._begin_with(params)
         if self.peers.main:
@@ -246,11 +210,11 @@ class Trainer:
             if self.config.tokenizer != "bytes" and lost:
                 data.write_atomically(self.out / "tokenizer.json", corpus.tokenizer.stored())
             checkpoint.write(self.out, self.config, corpus.info)
-        return _Begun(state, done, corpus, batches, programs, profile)
+        return state, done
 
     def _traced(self, done: int) -> Profile:
         folder = self.out / (f"profile-{self.peers.index}" if self.peers.index else "profile")
-        return Profile(folder, self._profile, done=done, end=self.config.steps)
+        return Profile(folder, self._asked, done=done, end=self.config.steps)
 
     def _new_corpus(self) -> data.Corpus:
         """The data, which process 0 makes and the others open."""
@@ -258,12 +222,12 @@ class Trainer:
         if not peers.main:
             return data.reopen(config, out, peers.share(dict))
         if config.vocab_size is not None:  # one that is too small is refused before any is read
-            config.for_tokens(data.size_of(config.tokenizer))
+            config.for_tokens(size_of(config.tokenizer))
         corpus = data.build(config, out)
         peers.share(lambda: corpus.info)
         return corpus
 
-    def _restore(self, batches: Any) -> tuple[TrainState, int]:
+    def _restore(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint that can be read, to which the batches are set."""
         read_metrics(self.out / "metrics.jsonl")  # a damaged one is told of before all else
         like = abstract_state(self.config, self.placement, stored=True)
@@ -275,7 +239,7 @@ class Trainer:
             say(f"warning: {what}; it is renamed to .damaged, and the run goes back to step {step}")
         if self.peers.main:
             checkpoint.set_aside(self.out, step)
-        batches.set_state(found.data)
+        self._batches.set_state(found.data)
         return self.placement.to_devices(found.state), step
 
     def _begin_with(self, params: Any) -> TrainState:
@@ -289,7 +253,6 @@ class Trainer:
 
     def _compile(self, *, fresh: bool) -> Programs:
         """Compile what the run executes, and refuse a step that memory cannot hold."""
-        check_least_memory(self.config, self.placement.split, self.device)
         say("compiling …")
         began = time.perf_counter()
         try:
@@ -302,29 +265,28 @@ class Trainer:
 
     # The steps
 
-    def _train(self, begun: _Begun) -> Trained:
-        config, main, done = self.config, self.peers.main, begun.done
+    def _train(self, state: TrainState, done: int) -> Trained:
+        config, main, tokenizer = self.config, self.peers.main, self._corpus.tokenizer
         path = self.out / "metrics.jsonl"
-        if begun.programs is None:
+        if done >= config.steps:
             records = read_metrics(path)
             if main and not (self.out / "loss.png").exists():  # killed just before drawing it
                 self._plot(records)
-            return Trained(self.out, done, begun.state, records, 0.0, begun.corpus.tokenizer)
-        self._describe(begun.state)
+            return Trained(self.out, done, state, records, 0.0, tokenizer)
+        self._describe(state)
         with stop.deferred():
             opened = MetricsLog(path if main else None, resume_at=done)
             with contextlib.closing(opened) as log:
                 if main:
                     log.follow(config.log_to, self.out, dataclasses.asdict(config))
-                state, speed = self._loop(begun, begun.programs, log)
+                state, speed = self._loop(state, done, log)
             self.peers.trained()
             if main:
                 self._plot(log.records)
                 if log.records[-1]["validation_loss"] is None:  # as JSON has NaN
-                    raise self._diverged(
-                        f"after {config.steps} steps the validation loss is not a number"
-                    )
-        return Trained(self.out, config.steps, state, log.records, speed, begun.corpus.tokenizer)
+                    how = f"after {config.steps} steps the validation loss is not a number"
+                    raise self._diverged(how)
+        return Trained(self.out, config.steps, state, log.records, speed, tokenizer)
 
     def _describe(self, state: TrainState) -> None:
         config, split = self.config, self.placement.split
@@ -335,11 +297,10 @@ class Trainer:
         if split.axes:
             say(f"mesh     {','.join(f'{axis}={split.sizes[axis]}' for axis in split.axes)}")
 
-    def _loop(self, begun: _Begun, programs: Programs, log: MetricsLog) -> tuple[TrainState, float]:
+    def _loop(self, state: Any, done: int, log: MetricsLog) -> tuple[TrainState, float]:
         """Returns the final state, and the tokens per second of the steps alone."""
-        config, per_byte = self.config, begun.corpus.tokens_per_byte
-        state, done, corpus, batches, _, profile = begun
-        evaluate = self._evaluation(corpus, programs)
+        config, per_byte, profile = self.config, self._corpus.tokens_per_byte, self._profile
+        batches, evaluate = self._batches, self._evaluation()
         if not done:
             first = {"step": 0} | evaluate(state.params)
             log.write([first])
@@ -349,13 +310,14 @@ class Trainer:
         pending: list[tuple[int, dict[str, jax.Array]]] = []
         sizes = {"steps": config.steps, "tokens_per_byte": per_byte}
         with (
-            contextlib.closing(self._saver(programs)) as saver,
+            contextlib.closing(self._saver()) as saver,
             contextlib.closing(Progress(start=done, shown=self.peers.main, **sizes)) as progress,
             contextlib.closing(profile),
         ):
             while done < config.steps:
                 with profile.step(done + 1, state, speed):
-                    state, metrics = programs.step(state, self._windows(next(batches)), schedule)
+                    windows = self._windows(next(batches))
+                    state, metrics = self._programs.step(state, windows, schedule)
                 done += 1
                 profile.after(done, state, speed, progress)
                 pending.append((done, metrics))
@@ -391,24 +353,22 @@ class Trainer:
                 speed.start()
         return state, speed.steady()
 
-    def _evaluation(
-        self, corpus: data.Corpus, programs: Programs
-    ) -> Callable[[Any], dict[str, float]]:
+    def _evaluation(self) -> Callable[[Any], dict[str, float]]:
         """A function of the parameters: what a record says of a fixed part of what is held out.
 
         The loss is that of all tokens; of several sources the mean by their shares, beside the loss
         and perplexity of each, whose names follow a slash.
         """
-        split, sharding = self.placement.split, self.placement.first_split
+        split, sharding = self.placement.split, self.placement.windows()
         placed = lambda batch: data.put(jax.tree.map(split.windows, batch), sharding)
-        held_out = corpus.validation(self.config)
+        held_out, loss_of = self._corpus.validation(self.config), self._programs.loss
         sources = [source for source, _ in held_out]
         counts = [[data.predicted(batch) for batch in batches] for _, batches in held_out]
         on_devices = [[placed(batch) for batch in batches] for _, batches in held_out]
         perplexity = lambda loss: math.exp(min(loss, 700.0))  # of what is larger there is no number
 
         def evaluate(params: Any) -> dict[str, float]:
-            found = [[programs.loss(params, batch) for batch in batches] for batches in on_devices]
+            found = [[loss_of(params, batch) for batch in batches] for batches in on_devices]
             losses = [
                 float(np.average(np.array(each, np.float64), weights=count))
                 for each, count in zip(jax.device_get(found), counts, strict=True)
@@ -426,19 +386,19 @@ class Trainer:
 
         return evaluate
 
-    def _saver(self, programs: Programs) -> checkpoint.Saver:
+    def _saver(self) -> checkpoint.Saver:
         like = abstract_state(self.config, self.placement, stored=True)
         size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-        room = self.peers.share(lambda: has_room(programs.step, self.device, size))
-        options = {"keep": self.config.keep, "peers": self.peers}
-        return checkpoint.Saver(self.out, like=like if room else None, **options)
+        room = self.peers.share(lambda: has_room(self._programs.step, self.device, size))
+        like, keep = like if room else None, self.config.keep
+        return checkpoint.Saver(self.out, keep=keep, like=like, peers=self.peers)
 
     def _windows(self, batch: data.Packed) -> Any:
         """A batch in its parts, on the devices."""
         config, split = self.config, self.placement.split
         shape = config.grad_accum, -1, config.seq_len + 1
         parts = jax.tree.map(lambda leaf: split.windows(leaf.reshape(shape)), batch)
-        return data.put(parts, self.placement.second_split)
+        return data.put(parts, self.placement.windows(None))
 
     def _fetch(self, pending, speed: "Speed", tokens_per_byte: float) -> list[dict[str, Any]]:
         """Wait for the pending steps, and make records of their metrics."""
@@ -451,9 +411,8 @@ class Trainer:
             # Until the least a lower scale may mend what overflowed, and the step is left out.
             lowest = found.get("loss_scale", 0) <= DynamicLossScale.min_scale
             if lowest and not (math.isfinite(loss) and math.isfinite(grad_norm)):
-                raise self._diverged(
-                    f"at step {step} the loss is {loss} and the gradient norm {grad_norm}"
-                )
+                how = f"at step {step} the loss is {loss} and the gradient norm {grad_norm}"
+                raise self._diverged(how)
             bits = {"bits_per_byte": loss * BITS * tokens_per_byte}
             records.append({"step": step} | found | bits | {"tokens_per_second": tokens_per_second})
         return records
@@ -480,7 +439,7 @@ class Trainer:
         say(f"{out}: config.yaml, metrics.jsonl, loss.png, checkpoints/{config.steps}")
         prompt = "" if config.data else "def "
         say("a sample:\n")
-        model, _ = sample.load_run(out, step=trained.step)  # of several processes, on one device
+        model = sample.load_run(out, say, step=trained.step)  # of several processes, on one device
         model.write([prompt], length=300, seed=config.seed)
         folder = shlex.quote(str(out))
         say(f"\nmore:  jaxkern sample --run {folder} --prompt {shlex.quote(prompt)}")
@@ -492,12 +451,10 @@ class Trainer:
             last = max(checkpoint.steps(out), default=None)
             saved = "no step is saved yet" if last is None else f"step {last} is saved"
             return f"{saved} in {out}; {self._how_to_continue()}"
+        kept = "nothing is kept"
         if data.has_tokens(out):
-            return (
-                f"training had not begun; {out / 'corpus'} keeps the tokens that are made, and the "
-                "same command with that --out goes on"
-            )
-        return f"training had not begun, and nothing is kept in {out}"
+            kept = f"{out / 'corpus'} keeps the tokens; the same command with that --out goes on"
+        return f"training had not begun; {kept}"
 
     def _how_to_continue(self) -> str:
         flags = f"--resume --out {shlex.quote(str(self.out))}"
@@ -510,24 +467,14 @@ class Trainer:
 def _devices(config: TrainConfig, peers: Alone) -> list[Any]:
     """The devices to train on: of several processes, those of all."""
     available = jax.devices() if peers.count > 1 else jax.local_devices()
-    asked, count = f"--devices {config.devices}", len(available)
-    if config.devices not in ("auto", "all"):
-        count = int(config.devices)
-    elif config.mesh and config.devices == "auto":
-        asked, count = f"--mesh {config.mesh}", math.prod(axes_of(config.mesh).values())
-    elif config.devices == "auto" and not config.parallel:
+    count = config.device_count or len(available)
+    if config.device_count is None and config.devices == "auto" and not config.parallel:
         count = 1 if available[0].platform == "cpu" and peers.count == 1 else count
-    if count > len(available):
-        whose = "this machine's" if peers.count == 1 else f"those of {peers.count} processes,"
-        raise RunError(
-            f"{asked} is more than {whose} {len(available)} ({available[0].device_kind}); choose "
-            "at most that by --devices, --parallel or --mesh"
-        )
-    if count < len(available) and peers.count > 1:
-        raise RunError(
-            f"{asked} leaves some of the {len(available)} devices of {peers.count} processes "
-            "without work; start fewer processes, or choose as many devices"
-        )
+    few = count < len(available) and peers.count > 1  # some would have no work
+    if count > len(available) or few:
+        asked = f"--mesh {config.mesh}" if config.devices == "auto" else f"--devices {count}"
+        rule = "must be all" if peers.count > 1 else "is more than this machine's"
+        raise RunError(f"{asked} {rule} {len(available)} devices ({available[0].device_kind})")
     return available[:count]
 
 
@@ -542,10 +489,8 @@ def begun_with(flags: dict[str, Any]) -> dict[str, Any]:
     shape = hf.model_config(hf.read_config(folder))
     size, has_tokenizer = shape.vocab_size, (folder / "tokenizer.json").exists()
     if "tokenizer" not in flags and not has_tokenizer and size > 256:
-        raise RunError(
-            f"--init-hf {folder} holds no tokenizer.json, which says what its {size} tokens are; "
-            "add --tokenizer with its path, or --tokenizer bytes"
-        )
+        what = f"--init-hf {folder} holds no tokenizer.json of its {size} tokens"
+        raise RunError(f"{what}; add --tokenizer with its path, or --tokenizer bytes")
     given = {"tokenizer": str(folder) if has_tokenizer else "bytes"} | flags
 
     def unlike(name: str) -> tuple[float, ...]:
@@ -569,10 +514,8 @@ def weights(config: TrainConfig) -> Any:
     shape = dataclasses.replace(shape, dropout=config.model.dropout)
     for name, own in dataclasses.asdict(config.model).items():
         if (found := getattr(shape, name)) != own:
-            raise RunError(
-                f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with: "
-                f"{name} is {found}, not {own}; put it back, or start a new run"
-            )
+            what = f"--init-hf {config.init_hf} is not the checkpoint that this run was begun with"
+            raise RunError(f"{what}: {name} is {found}, not {own}")
     return params
 
 
@@ -596,7 +539,7 @@ def changed(config: TrainConfig, changes: Mapping[str, Any]) -> TrainConfig:
         if new != old and name not in CHANGEABLE and not grown:
             rule = "can only grow" if name == "steps" else "cannot change"
             what = f"{show(new)} differs from the run's {show(old)} and {rule} on --resume"
-            raise FlagError(name, f"{what}; leave it out, or start a new run with another --out")
+            raise FlagError(name, what)
     return after
 
 
@@ -614,10 +557,8 @@ def held(out: Path, peers: Alone) -> Iterator[None]:
     token, began, path = peers.share(lambda: ""), time.monotonic(), out / checkpoint.LOCK
     while not (path.exists() and path.read_text(errors="replace") == token):
         if time.monotonic() - began > _SEEING:
-            raise RunError(
-                f"--out {out} is not the folder that process 0 has; name one on a file system "
-                "that all hosts share, by the same path"
-            )
+            remedy = "name one that all hosts share, by the same path"
+            raise RunError(f"--out {out} is not the folder that process 0 has; {remedy}")
         time.sleep(0.2)
     yield
 

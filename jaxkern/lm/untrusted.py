@@ -1,12 +1,10 @@
 """Files that a stranger may have written: read within bounds, or refused in one line.
 
 The files of a checkpoint or of a tokenizer come from anywhere. They lie in their folder, links
-followed, and are read no further than a bound; JSON has no key with two values and no half of a
-character.
+followed, and are read no further than a bound.
 """
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ LARGE = 2**29
 """Bytes that a tokenizer's vocabulary may have."""
 
 _SMALL = 2**24  # of settings and of an index
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character beyond the first 65,536, or alone
 
 
 def file_in(folder: Path, name: str) -> Path | None:
@@ -27,9 +24,7 @@ def file_in(folder: Path, name: str) -> Path | None:
         if root.parent.name == "snapshots":  # a cache of Hugging Face's hub links to its blobs
             roots.append(root.parents[1] / "blobs")
         if not any(path.resolve().is_relative_to(each) for each in roots):
-            raise RunError(
-                f"{folder}: {name!r} lies outside of the folder; put the file itself into it"
-            )
+            raise RunError(f"{folder}: {name!r} lies outside of the folder")
         if path.is_file():
             return path
         there = path.exists()
@@ -52,36 +47,22 @@ def read_text(path: Path, limit: int = _SMALL) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise RunError(
-            f"{path} is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from None
+        where = f"{error.reason} at byte {error.start}"
+        raise RunError(f"{path} is not UTF-8 ({where})") from None
 
 
-def read_json(folder: Path, name: str, what: str) -> dict[str, Any] | None:
+def read_json(folder: Path, name: str) -> dict[str, Any] | None:
     """The JSON object in a file of a folder; ``None`` if it has none of this name."""
     path = file_in(folder, name)
-    return None if path is None else parse(read_text(path), path, what)
+    return None if path is None else parse(read_text(path), path)
 
 
-def parse(text: str, path: Path, what: str) -> dict[str, Any]:
-    """The JSON object that a text of `path` is; raises RunError if it is no `what`."""
+def parse(text: str, path: Path) -> dict[str, Any]:
+    """The JSON object that a text of `path` is."""
     try:
-        content = json.loads(text, object_pairs_hook=_object)
-        if not isinstance(content, dict):
-            raise ValueError("it is no JSON object")
-        if _HALF.search(text):
-            json.dumps(content, ensure_ascii=False).encode()
-    except RecursionError:
-        raise RunError(f"{path} is no {what}: it is nested too deep") from None
-    except ValueError as error:
-        raise RunError(f"{path} is no {what}: {error}") from None
-    return content
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        for key, value in pairs:
-            if content[key] != value:
-                raise ValueError(f"it has {key!r} twice, with two values")
+        content = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise RunError(f"{path} cannot be read: it is no JSON object")
     return content

@@ -31,6 +31,7 @@ _SKIPPED_IN_STDLIB = {"test", "tests", "idle_test"}
 _CHUNK = 1 << 20  # characters of a file that are read at once
 _PART = 1 << 18  # characters of a part of a document, which has less than twice as many
 _ROWS = 256  # of Parquet that are read at once
+_BETWEEN_WORDS = re.compile(r"(?<=\S)(?= \S)")
 _BEHIND = "that holds the documents behind the path, as in PATH:FIELD"
 
 
@@ -40,23 +41,14 @@ class NotTextError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One argument of --data or --eval-data: PATH, PATH:FIELD, either followed by =WEIGHT.
+    """One argument of --data or --eval-data: PATH, PATH:FIELD, either followed by =WEIGHT."""
 
-    Attributes:
-      path: a file, a folder, or a pattern of them; "" for Python's standard library.
-      field: the field of JSON Lines, or the column of Parquet, that holds the documents.
-      weight: the share of training windows that are drawn from it; ``None`` if none is given.
-      files: of documents, in a fixed order, once they are found.
-      skipped: of each file of its folders that holds no documents, why.
-      held_out: the share of its documents that are validated with.
-    """
-
-    path: str
-    field: str = "text"
-    weight: float | None = None
-    files: tuple["File", ...] = ()
-    skipped: tuple[str, ...] = ()
-    held_out: float = 0
+    path: str  # a file, a folder, or a pattern of them; "" for Python's standard library
+    field: str = "text"  # of JSON Lines, or column of Parquet, that holds the documents
+    weight: float | None = None  # the share of training windows that are drawn from it
+    files: tuple["File", ...] = ()  # in a fixed order, once they are found
+    skipped: tuple[str, ...] = ()  # of each file of its folders that holds no documents, why
+    held_out: float = 0  # the share of its documents that are validated with
 
 
 class Part(NamedTuple):
@@ -88,12 +80,9 @@ class File:
         return _table_texts if self.suffix == ".parquet" else None
 
     def parts(self) -> Iterator[Part]:
-        """Yields the documents in parts.
+        """Yields the documents in parts; NotTextError if the file is not what its name says.
 
         Line ends at both ends of a document in a .txt are not of it.
-
-        Raises:
-          NotTextError: the file is not what its name says.
         """
         ends = "\r\n" if self.suffix == ".txt" else ""
         text, begun = "", False
@@ -101,7 +90,9 @@ class File:
             for piece, last, read in (self.pieces or _texts)(self):
                 text = text + piece if begun else (text + piece).lstrip(ends)
                 while len(text) >= 2 * _PART:
-                    cut = _between_words(text)
+                    near = text[(least := _PART - _PART // 64) : _PART]
+                    cuts = [least + found.start() for found in _BETWEEN_WORDS.finditer(near)]
+                    cut = [_PART, *cuts][-1]
                     yield Part(text[:cut], False, read)
                     text, begun = text[cut:], True
                 if last:
@@ -119,32 +110,18 @@ class File:
             raise NotTextError(f"cannot be decompressed ({error})") from None
 
 
-def _between_words(text: str) -> int:
-    """Find the last place between two words in the first `_PART` characters, or their end."""
-    cuts = [m.start() for m in re.finditer(r"(?<=\S)(?= \S)", text[_PART - _PART // 64 : _PART])]
-    return _PART - _PART // 64 + cuts[-1] if cuts else _PART
-
-
 def parse(texts: Sequence[str], flag: str = "--data") -> list[Source]:
     """Read the arguments of a flag; the standard library is meant if there are none."""
     sources = []
     for text in texts or [""]:
-        (path, given), weight, field = split_weight(text), None, "text"
-        if given is not None:
-            with contextlib.suppress(ValueError):
-                weight = float(given)
-            if weight is None or not 0 < weight < math.inf:
-                raise RunError(
-                    f"{flag} {text}: the weight {given} must be a number above 0, such as 0.3"
-                )
+        (path, weight), field = split_weight(text), "text"
+        if weight is not None and not 0 < weight < math.inf:
+            raise RunError(f"{flag} {text}: the weight must be a number above 0, such as 0.3")
         if not is_there(path) and (found := re.fullmatch(r"(.+):([^/:]+)", path, re.S)):
             path, field = found[1], found[2]
         sources.append(Source(path, field, weight))
     if len({source.weight is None for source in sources}) > 1:
-        raise RunError(
-            f"{flag} {' '.join(texts)}: some have a weight and some do not; write =WEIGHT "
-            "behind each, or behind none"
-        )
+        raise RunError(f"{flag} {' '.join(texts)}: some have a weight and some do not")
     return sources
 
 
@@ -157,9 +134,7 @@ def find(
         files, skipped = _files(source, flag)
         kept = tuple(file for file in files if file.path.resolve() not in left_out)
         if not kept:
-            raise RunError(
-                f"{flag} {source.path}: all of its files are of --eval-data; leave it out"
-            )
+            raise RunError(f"{flag} {source.path}: all of its files are of --eval-data")
         own = {"files": kept, "skipped": tuple(skipped), "held_out": held_out}
         found.append(dataclasses.replace(source, **own))
     return found
@@ -182,24 +157,18 @@ def _files(source: Source, flag: str) -> tuple[list[File], list[str]]:
                 files.setdefault(path.resolve(), file)
             except NotTextError as error:
                 if named:
-                    remedy = "give text files or folders of them"
-                    raise RunError(f"{flag} {root}: {error}; {remedy}") from None
+                    raise RunError(f"{flag} {root}: {error}") from None
                 # Of files that should have held records the reason is to be known first.
                 skipped.insert(0 if file.pieces else len(skipped), f"{path}: {error}")
     if not files:
-        there = f" ({describe_skipped(len(skipped), skipped[0], 'there')})" if skipped else ""
-        raise RunError(f"no text to train on in {where}{there}; give text files to {flag}")
+        what = f"{flag}: no text to train on in {where}"
+        raise RunError(what + describe_skipped(len(skipped), [*skipped, ""][0]))
     return [*files.values()], skipped
 
 
-def describe_skipped(count: int, example: str, verb: str) -> str:
+def describe_skipped(count: int, example: str) -> str:
     """Say how many files hold no text, and why one of them does not."""
-    such = ", such as" if count > 1 else ","
-    return f"{counted(count, 'file')} without readable text {verb}{such} {example}"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"; {count:,} × no readable text, such as {example}" if count else ""
 
 
 def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
@@ -224,11 +193,7 @@ def _walk(root: Path, flag: str, *, only_python: bool) -> Iterator[Path]:
 
 
 def _check(file: File) -> None:
-    """Read the beginning of a file.
-
-    Raises:
-      NotTextError: it is neither text nor documents.
-    """
+    """Read the beginning of a file; NotTextError if it is neither text nor documents."""
     if not file.path.is_file():
         raise NotTextError("not a regular file")
     first = next(file.parts(), None)
@@ -267,11 +232,7 @@ def _texts(file: File) -> Iterator[Part]:
 
 
 def _json_texts(file: File) -> Iterator[Part]:
-    """Yields the texts of JSON Lines, "" where a field is null.
-
-    By the standard library and not by pyarrow, whose reader takes a misspelt field for nulls, and
-    names no line of a record that it cannot read.
-    """
+    """Yields the texts of JSON Lines, "" where a field is null; pyarrow's reader names no line."""
     with _open(file.path) as (stream, position):
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -286,17 +247,13 @@ def _json_text(line: str, field: str) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise NotTextError(f"is not JSON Lines ({error})") from None
-    if not isinstance(record, dict):
-        found = f"is {json.dumps(record):.40}"
-        raise NotTextError(f'{found}, not an object with the field "{field}"')
-    if field not in record:
-        fields = ", ".join(map(json.dumps, record)) or "no field"
-        found = f'has no "{field}" of a document, but {fields}'
-        raise NotTextError(f"{found}; name the field {_BEHIND}")
+    if not isinstance(record, dict) or field not in record:
+        found = ", ".join(map(json.dumps, record)) if isinstance(record, dict) else line.strip()
+        what = f'has no "{field}" of a document, but {found:.200}'
+        raise NotTextError(f"{what}; name the field {_BEHIND}")
     text = record[field]
     if not isinstance(text, str | None):
-        found = f'has {json.dumps(text):.40} as its "{field}", not a string'
-        raise NotTextError(f"{found}; leave the line out, or name the field {_BEHIND}")
+        raise NotTextError(f'has {json.dumps(text):.40} as its "{field}", not a string')
     if text and not text.isascii():  # half a character, as where a text was cut, becomes U+FFFD
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text or ""

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxkern.lm import untrusted
 from jaxkern.lm.config import RunError
-from jaxkern.lm.data.sources import MARKER
+from jaxkern.lm.sources import MARKER
 
 FILE = "tokenizer.json"
 FILES = tuple(f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map"))
@@ -30,7 +30,6 @@ _ENDS = ("</s>", "<eos>", "<|end_of_text|>", MARKER, "[EOS]", "[SEP]")
 _PADS = ("<pad>", "<|padding|>", "<|pad|>", "[PAD]")
 NAMED = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 _PROPERTIES = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_WHAT = "configuration of a tokenizer"
 
 
 class Bytes:
@@ -66,21 +65,13 @@ class Bytes:
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer of the `tokenizers` library.
-
-    Attributes:
-      tokenizer: a ``tokenizers.Tokenizer``.
-      begin: the token that begins a text; with a `template` one that is empty, or ``None``.
-      ends: the tokens that end a text.
-      said: what the files beside its tokenizer.json say, as `settings` merges them.
-      template: whether a text to go on from begins as tokenizer.json has it.
-    """
+    """A tokenizer of the `tokenizers` library, and what the files beside its tokenizer.json say."""
 
     tokenizer: Any
-    begin: Any
-    ends: tuple[int, ...]
+    begin: Any  # the token that begins a text; with a `template` one that is empty, or ``None``
+    ends: tuple[int, ...]  # the tokens that end a text
     said: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    template: bool = False
+    template: bool = False  # whether a text to go on from begins as tokenizer.json has it
 
     @property
     def end(self) -> int:
@@ -171,10 +162,7 @@ def kind_of(spec: str) -> int | str | None:
         number = spec.removeprefix("bpe:")
         if re.fullmatch("[0-9]{1,8}", number) and 257 <= int(number) <= 2**24:
             return int(number)
-        raise RunError(
-            f"--tokenizer {spec}: the size must be a whole number from 257 to 2^24, such as "
-            "bpe:32000"
-        )
+        raise RunError(f"--tokenizer {spec}: the size must be a whole number from 257 to 2^24")
     return spec
 
 
@@ -199,15 +187,10 @@ def load(path: Path | str, stored: dict[str, Any] | None = None) -> Tokenizer:
     path = Path(path)
     file = untrusted.file_in(path, FILE) if path.is_dir() else path
     if file is None or not file.is_file():
-        raise RunError(
-            f"--tokenizer {path}: no such tokenizer; give bytes, bpe:32000 or another size, or a "
-            "tokenizer.json of Hugging Face or its folder"
-        )
-    try:
-        tokenizer, said = open_file(file, {} if stored is not None else None)
-    except RunError as error:
-        words = f"--tokenizer {path}: {error}; give a tokenizer.json of Hugging Face"
-        raise RunError(words) from None
+        right = "bytes, bpe:32000, or a tokenizer.json of Hugging Face or its folder"
+        what = f"--tokenizer {path}: no such tokenizer; give {right}"
+        raise RunError(what if stored is None else f"{path} is lost; copy it from the run's corpus")
+    tokenizer, said = open_file(file, {} if stored is not None else None)
     if stored is not None:
         return Tokenizer(tokenizer, stored["begin"], (stored["end"],))
     bos, eos = generation(path) if path.is_dir() else (None, [])
@@ -232,7 +215,6 @@ def open_file(file: Path, said: dict[str, Any] | None = None) -> tuple[Any, dict
 
     said = settings(file.parent) if said is None else said
     text = untrusted.read_text(file, untrusted.LARGE)
-    untrusted.parse(text, file, "tokenizer")
     with told(f"{file} cannot be read"):
         tokenizer = tokenizers.Tokenizer.from_str(text)
         tokenizer.encode("")
@@ -264,14 +246,14 @@ def settings(folder: Path) -> dict[str, Any]:
     Two files are of the time before tokenizer_config.json listed the added tokens: where it does,
     they say nothing, and else they overrule it.
     """
-    said = untrusted.read_json(folder, "tokenizer_config.json", _WHAT) or {}
+    said = untrusted.read_json(folder, "tokenizer_config.json") or {}
     if "added_tokens_decoder" not in said:
-        older = untrusted.read_json(folder, "special_tokens_map.json", _WHAT) or {}
+        older = untrusted.read_json(folder, "special_tokens_map.json") or {}
         extra, more = (each.get("extra_special_tokens") for each in (said, older))
         if isinstance(extra, list) and isinstance(more, list):
             older["extra_special_tokens"] = extra + more
         said |= older
-        added = untrusted.read_json(folder, "added_tokens.json", _WHAT) or {}
+        added = untrusted.read_json(folder, "added_tokens.json") or {}
         special = {token.content for token in _added(said, folder)[1]}
         said["added_tokens_decoder"] = {
             number: {"content": text, "special": text in special} for text, number in added.items()
@@ -303,9 +285,8 @@ def _added(said: dict[str, Any], folder: Path) -> tuple[list[Any], list[Any]]:
         in_order = sorted(listed, key=lambda each: int(each[0]))
         return [added(token) for _, token in in_order], [added(t, special=True) for t in special]
     except (AttributeError, TypeError, ValueError) as error:
-        raise RunError(
-            f"{folder}: the files beside {FILE} name tokens that are none ({error})"
-        ) from None
+        what = f"{folder}: the files beside {FILE} name tokens that are none"
+        raise RunError(f"{what} ({error})") from None
 
 
 def text_of(said: dict[str, Any], name: str) -> str | None:
@@ -317,10 +298,9 @@ def text_of(said: dict[str, Any], name: str) -> str | None:
 def generation(folder: Path) -> tuple[int | None, list[int]]:
     """The token that transformers begins a text with that has none, and those that end a text."""
     name = "generation_config.json"
-    said = untrusted.read_json(folder, name, "configuration of a generation")
-    if said is None:
+    if (said := untrusted.read_json(folder, name)) is None:
         name = "config.json"
-        said = untrusted.read_json(folder, name, "configuration of a model") or {}
+        said = untrusted.read_json(folder, name) or {}
     begin, ends = said.get("bos_token_id"), said.get("eos_token_id")
     ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
     for key, tokens in (("bos_token_id", [] if begin is None else [begin]), ("eos_token_id", ends)):

@@ -27,18 +27,18 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxkern.lm import tokenizer as tokenizers
 from jaxkern.lm.config import RunError, TrainConfig
-from jaxkern.lm.data import tokenizer as tokenizers
-from jaxkern.lm.data.sources import File, NotTextError, Source, counted, describe_skipped, find
-from jaxkern.lm.data.tokenizer import Bytes, Tokenizer, dtype_of
+from jaxkern.lm.sources import File, NotTextError, Source, describe_skipped, find
 from jaxkern.lm.stop import say
+from jaxkern.lm.tokenizer import Bytes, Tokenizer, dtype_of
 
 VALIDATION_FRACTION = 0.05
 _PARTS = ("train", "validation")
@@ -63,10 +63,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, when_held: Callable[[], None]) -> Iterator[IO[str]]:
-    """Hold the lock of a file, which is emptied; where another process has it, say so and wait.
-
-    The lock belongs to the process, so a killed one leaves none behind.
-    """
+    """Hold the lock of a file, which is emptied; where another process has it, say so and wait."""
     with open(path, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,35 +76,21 @@ def locked(path: Path, when_held: Callable[[], None]) -> Iterator[IO[str]]:
 
 
 class Packed(NamedTuple):
-    """A batch of windows.
+    """A batch of windows; without segments documents are not packed."""
 
-    Attributes:
-      tokens: (..., L + 1).
-      segment_ids: (..., L + 1), int32; a document ends where the number changes. ``None`` where
-        documents are not packed.
-    """
-
-    tokens: Any
-    segment_ids: Any = None
+    tokens: Any  # (..., L + 1)
+    segment_ids: Any = None  # (..., L + 1), int32; a document ends where the number changes
 
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The documents of a source, one after another: those to train on, or those held out.
+    """The documents of a source, one after another: those to train on, or those held out."""
 
-    Attributes:
-      name: what reports call the source.
-      tokens: of all documents, mapped.
-      starts: where each begins.
-      share: of all sources, by weight or by size.
-      tokens_per_byte: turns its loss of tokens into one of bytes.
-    """
-
-    name: str
-    tokens: np.ndarray
-    starts: np.ndarray
-    share: float
-    tokens_per_byte: float
+    name: str  # in reports
+    tokens: np.ndarray  # of all documents, mapped
+    starts: np.ndarray  # of each
+    share: float  # of all sources, by weight or by size
+    tokens_per_byte: float  # the factor from a loss of tokens to one of bytes
 
 
 class Windows:
@@ -137,29 +120,22 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Tokenised documents, in sources.
-
-    Attributes:
-      train, held_out: what is learned from and validated with.
-      tokenizer: that made their tokens.
-      info: what the run's record keeps of them, as JSON has it.
-    """
+    """Tokenised documents, in sources."""
 
     train: list[Stream]
     held_out: list[Stream]
     tokenizer: Bytes | Tokenizer
-    info: dict[str, Any]
+    info: dict[str, Any]  # what the run's record keeps of them, as JSON has it
 
     def describe(self) -> str:
         """Say in a line what it holds."""
         sources = self.info["sources"]
         documents = sum(source[part]["documents"] for source in sources for part in _PARTS)
         train, held_out = (sum(len(s.tokens) for s in part) for part in (self.train, self.held_out))
-        text = f"{counted(documents, 'document')}: {train:,} tokens to train on, {held_out:,} held "
-        text += f"out; {1 / self.tokens_per_byte:.2f} bytes per token"
-        skipped = sum(source["skipped"] for source in sources)
-        example = next((source["example"] for source in sources if source["example"]), "")
-        return text + (f"; {describe_skipped(skipped, example, 'skipped')}" if skipped else "")
+        text = f"{documents:,} document{'s' * (documents != 1)}: {train:,} tokens to train on, "
+        text += f"{held_out:,} held out; {1 / self.tokens_per_byte:.2f} bytes per token"
+        examples = [source["example"] for source in sources if source["skipped"]]
+        return text + describe_skipped(sum(s["skipped"] for s in sources), [*examples, ""][0])
 
     @property
     def tokens_per_byte(self) -> float:
@@ -167,11 +143,7 @@ class Corpus:
         return tokens_per_byte(self.train)
 
     def batches(self, config: TrainConfig) -> Any:
-        """Draw the batches of a run, without end.
-
-        Returns:
-          A grain iterator of `Packed` (B, L + 1), whose state is the number of the next batch.
-        """
+        """grain's endless iterator of `Packed` (B, L + 1); its state is the next one's number."""
         import grain  # takes a second
 
         sets = [grain.MapDataset.source(Windows(stream, config)) for stream in self.train]
@@ -264,11 +236,9 @@ def reopen(config: TrainConfig, out: Path, info: dict[str, Any]) -> Corpus:
         (folder / _WRITTEN).stat()  # first: of a tokenizer that is missing other words are said
         return _opened(config, folder, info, open_tokenizer(config.tokenizer, folder, info))
     except (KeyError, TypeError, ValueError, OSError):
-        raise RunError(
-            f"the tokens in {folder} are missing or have changed since the run began; name the "
-            "folder that holds them, of several hosts one that all of them share, with "
-            "--data-cache, or start a new run with another --out"
-        ) from None
+        what = f"the tokens in {folder} are missing or have changed since the run began"
+        remedy = "name what holds them, on several hosts for all of them, with --data-cache"
+        raise RunError(f"{what}; {remedy}") from None
 
 
 def open_tokenizer(spec: str, out: Path, info: dict[str, Any]) -> Bytes | Tokenizer:
@@ -355,12 +325,7 @@ def _sample(files: Sequence[File]) -> Iterator[str]:
 def _opened(
     config: TrainConfig, folder: Path, info: dict[str, Any], tokenizer: Bytes | Tokenizer
 ) -> Corpus:
-    """The corpus of tokens that are there.
-
-    Raises:
-      OSError, ValueError: they are not, or not all.
-      RunError: a source has too few tokens.
-    """
+    """The corpus of tokens that are there; OSError or ValueError where they are not, or not all."""
 
     def mapped(name: str, size: int, dtype: Any) -> np.ndarray:
         # An empty file cannot be mapped.
@@ -401,25 +366,17 @@ def _check_length(config: TrainConfig, corpus: Corpus) -> None:
 
     What is missing is padding, which costs as much as tokens do; without segments there is none.
     """
-    length, remedy = config.seq_len, "lower --seq-len or"
+    length, parts = config.seq_len, {"training": corpus.train}
     needed = f"the {length + 1:,} that --seq-len {length} needs"
-    sizes = {stream.name: len(stream.tokens) for stream in corpus.train}
-    parts: dict[str, Collection[int]] = {"training": sizes.values()}
     if not config.pack:
-        parts["validation"] = [len(stream.tokens) for stream in corpus.held_out]
-    for part, of_part in parts.items():
-        if (size := max(of_part) if config.pack else min(of_part)) <= length:
-            several = "no source of --data has more than" if config.pack else "one source has"
-            what = several if len(of_part) > 1 else f"the {part} data has"
-            raise RunError(
-                f"{what} {size:,} tokens, fewer than {needed}; {remedy} give more text to --data"
-            )
-    if short := [name for name, size in sizes.items() if size <= length]:
-        names = ", ".join(short[:3]) + ", …" * (len(short) > 3)
-        say(
-            f"warning: {len(short)} of {len(sizes)} sources of --data ({names}) have fewer tokens "
-            f"than {needed}, and padding takes the rest; {remedy} name a folder of several files"
-        )
+        parts["validation"] = corpus.held_out
+    for part, streams in parts.items():
+        if (size := max(len(stream.tokens) for stream in streams)) <= length:
+            what = f"the {part} data has {size:,} tokens, fewer than {needed}"
+            raise RunError(f"{what}; lower --seq-len or give more text to --data")
+    if short := [stream.name for stream in corpus.train if len(stream.tokens) <= length]:
+        told = f"{len(short)} of {len(corpus.train)} sources of --data, such as {short[0]}"
+        say(f"warning: {told}, have fewer tokens than {needed}, and padding takes the rest")
 
 
 # How they are written; all cores tokenise, by the threads of `tokenizers`
@@ -430,9 +387,8 @@ def _tokenise(
 ) -> list[dict[str, Any]]:
     """Write the tokens of all sources; a second process waits until the first has.
 
-    Returns:
-      Of each source how its documents are "split", "by document", "by position" or "by source", and
-      of each part how many "tokens", "documents" and "bytes" of text it holds.
+    Of each source it tells how documents are "split", "by document", "by position" or "by source",
+    and of each part how many "tokens", "documents" and "bytes" of text it holds.
     """
     from tqdm import tqdm
 
@@ -460,22 +416,16 @@ def _tokenise(
 
 
 def _write_source(
-    path: Path,
-    source: Source,
-    tokenizer: Bytes | Tokenizer,
-    written: dict[str, Any],
-    save: Any,
-    bar: Any,
+    path: Path, source: Source, tokenizer: Any, written: dict[str, Any], save: Any, bar: Any
 ) -> None:
     """Append to the files of a source what is not `written` yet, and say so there."""
     dtype = np.dtype(dtype_of(tokenizer.size))
     with contextlib.ExitStack() as opened:
         files = {}
-        for part, counts in ((part, written[part]) for part in _PARTS):
-            for kind, size in (
-                ("tokens", counts["tokens"] * dtype.itemsize),
-                ("starts", counts["documents"] * 8),
-            ):
+        for part in _PARTS:
+            counts = written[part]
+            sizes = {"tokens": counts["tokens"] * dtype.itemsize, "starts": counts["documents"] * 8}
+            for kind, size in sizes.items():
                 file = opened.enter_context(open(f"{path}.{part}.{kind}", "ab"))
                 file.truncate(size)  # what is behind that a process has left that was killed
                 files[part, kind] = file
@@ -494,8 +444,8 @@ def _write_source(
                 if first:
                     files[part, "starts"].write(np.int64(counts["tokens"]).tobytes())
                     counts["documents"] += 1
-                edges = [tokenizer.begin] * first, [tokenizer.end] * last
-                whole = np.concatenate([edges[0], ids, edges[1]]).astype(dtype)
+                begin, end = [tokenizer.begin] * first, [tokenizer.end] * last
+                whole = np.concatenate([begin, ids, end]).astype(dtype)
                 files[part, "tokens"].write(whole.tobytes())
                 counts["tokens"] += len(whole)
                 counts["bytes"] += len(text.encode())
@@ -529,11 +479,8 @@ def _texts(
         with _named(file):
             for number, (text, last, read) in enumerate(file.parts() if i >= done[0] else (), 1):
                 if of_bytes and "\0" in text:
-                    raise NotTextError(
-                        f"has a zero byte behind {text.partition('\0')[0][-20:]!r}, which ends a "
-                        "document of bytes (to a tokenizer, as of --tokenizer bpe:32000, it is a "
-                        "character like others)"
-                    )
+                    where = f"has a zero byte behind {text.partition('\0')[0][-20:]!r}"
+                    raise NotTextError(f"{where}, which of bytes ends a document")
                 first, of = not of, of or _PARTS[_fraction(text[:_HEAD]) < source.held_out]
                 if [i, number] > done:
                     yield text, of, first, last, [i, number]
@@ -548,9 +495,8 @@ def _named(file: File) -> Iterator[None]:
     try:
         yield
     except NotTextError as error:
-        raise RunError(
-            f"{file.path}: {error}; mend it or leave it out, and run the same command again"
-        ) from None
+        what = f"{file.path}: {error}"
+        raise RunError(f"{what}; mend it or leave it out, and run the same command again") from None
 
 
 def _fraction(text: str) -> float:
