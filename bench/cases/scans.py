@@ -119,6 +119,7 @@ CONVOLUTIONS = [
     ),
     Case(
         op="causal_conv1d_step",
+        kernels=False,
         axes="b d w",
         split="b d",
         arguments=(Argument("state", "b 3 d"), Argument("x", "b d"), _OF_CHANNELS[0]),
