@@ -18,6 +18,8 @@ BY_DEFAULT = ("02", "05")
 """Notebooks that compile little; the exhaustive suite runs the others."""
 LARGE = ("03", "09", "10", "12")
 """Notebooks that need much of a GPU's memory."""
+TRAINED = ("03", "06", "08", "10")
+"""Notebooks that train by jaxkern.lm."""
 
 
 def cells(path, kind):
@@ -29,8 +31,10 @@ def sources(path, kind):
 
 
 def marks(path):
-    large = [pytest.mark.large] * (path.stem[:2] in LARGE)
-    return large + [pytest.mark.exhaustive] * (path.stem[:2] not in BY_DEFAULT)
+    number = path.stem[:2]
+    found = [pytest.mark.large] * (number in LARGE)
+    found += [pytest.mark.needs("grain", "tyro")] * (number in TRAINED)
+    return found + [pytest.mark.exhaustive] * (number not in BY_DEFAULT)
 
 
 @pytest.mark.gpu
