@@ -87,8 +87,8 @@ def linear_cross_entropy(
       four products. Losses of rows, `return_lse`, an `accumulator`, float16, and a `weight` of
       another dtype than `x` always take this way.
 
-    Where nothing is differentiated, a Hopper GPU stores no logits at all: their sums are formed in
-    the product's epilogue, in float32, for 1024 rows, 8192 classes or more in 16 bits.
+    Where nothing is differentiated, a Hopper GPU stores no logits at all, of 16-bit `x` and
+    `weight` and 2^26 logits or more: their sums are formed in the product's epilogue, in float32.
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
