@@ -3,8 +3,9 @@
 A block is a warpgroup, which has 32 or 16 columns. A lane loads eight of these at a time, from rows
 of its own, and the lanes' sums are added by shuffles and then in shared memory, in a fixed order.
 The last blocks' columns overlap where they are no multiple. All of a weight of a few megabytes is
-on its way at once: bandwidth and one latency are the time, where XLA's reduction of 768 × 3352 in
-bf16 takes four times as long on an H100.
+on its way at once, so that little more than one latency is the time: on an H100 the two products of
+a layer of mamba2-130m, 768 × 3352 and 1536 × 768 in bf16, take 7.5 µs, and XLA's reductions 14.1
+(JAX 0.11.2).
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ _FEWEST = 48
 """Blocks that are enough for 32 columns each; of fewer, each has 16."""
 
 _LARGEST = 32 << 20
-"""Bytes of a weight beyond which XLA's reductions reach the memory's rate, too."""
+"""Bytes of a weight beyond which XLA's reductions reach the memory's rate."""
 
 
 @dataclasses.dataclass(frozen=True)
