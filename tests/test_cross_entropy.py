@@ -382,12 +382,15 @@ def test_only_a_gradient_stores_logits(memory):
     """Lowered for a GPU: the loss alone takes one kernel, of the whole product."""
     x, weight, _, labels = inputs((2048,), 64, 50280, "bfloat16")
     run = functools.partial(jaxkern.linear_cross_entropy, labels=labels, memory=memory)
-    calls = lambda f: [
-        line for line in check.lowered(f, x, weight).splitlines() if "mosaic_gpu_v2" in line
+    calls = lambda f, w=weight: [
+        line for line in check.lowered(f, x, w).splitlines() if "mosaic_gpu_v2" in line
     ]
     (alone,) = calls(run)
     assert "linear_cross_entropy_fwd" in alone
     assert not any("linear_cross_entropy_fwd" in line for line in calls(jax.grad(run)))
+    for classes, copied in ((50257, 1), (2**21 + 1, 0)):  # a padded copy of 6 and of 256 MiB
+        other = calls(run, jax.ShapeDtypeStruct((64, classes), weight.dtype))
+        assert sum("linear_cross_entropy_fwd" in line for line in other) == copied
 
 
 def test_parts_are_as_few_as_memory_allows():

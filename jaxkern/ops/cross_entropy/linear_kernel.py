@@ -25,8 +25,13 @@ _TILE = ProductTile(128, 256, 64, 4, "rhs", 8)
 _INTERPRETED = ProductTile(128, 128, 64, 2, None)
 
 LEAST = 2**26
-"""Logits from which on the kernel is taken: of 2^27 and more an H100 was faster at every shape tried,
-by 3 to 16% beside all logits in memory, and by 13 to 47% beside parts of 160 MiB."""
+"""Logits from which on the kernel is taken. Of 2^27 and more an H100 was faster at every shape
+tried, by 3 to 16% beside all logits in memory, and by 13 to 47% beside parts of 160 MiB."""
+
+
+_MOST_COPIED = 2**27
+"""Bytes of a weight that is padded for the kernel: a larger copy would take the memory that the
+logits do not."""
 
 
 def fits(x: Any, weight: Any) -> bool:
@@ -36,7 +41,9 @@ def fits(x: Any, weight: Any) -> bool:
 
 def is_faster(x: Any, weight: Any) -> bool:
     """Whether the kernel takes less time than XLA's product and the kernel of logits."""
-    return fits(x, weight) and products.row_count(x) * weight.shape[1] >= LEAST
+    copied = any(size % BOX for size in weight.shape)  # the TMA takes whole boxes
+    small = weight.size * weight.dtype.itemsize <= _MOST_COPIED or not copied
+    return fits(x, weight) and small and products.row_count(x) * weight.shape[1] >= LEAST
 
 
 def sums_of_product(
