@@ -92,9 +92,10 @@ def linear_cross_entropy(
 
     A row whose label is `ignore_index` has no part in any gradient, and may hold NaN.
 
-    On a mesh, rows and V may be split between devices, and without `memory` K, too: neither logits
-    nor `weight` are gathered, but where the number of devices does not divide V, or, with a
-    warning, the classes of a part, a multiple of 128.
+    On a mesh, rows and V may be split between devices: neither logits nor `weight` are gathered,
+    but where the number of devices does not divide V, or, with a warning, the classes of a part, a
+    multiple of 128. A split K stays so for a gradient without `memory`, whose logits are added; else
+    `x` and `weight` are gathered along it.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
