@@ -55,6 +55,10 @@ def kinds(held):
     return {kind for of_pass in held.values() for kind in of_pass}
 
 
+LOSS_OF_INPUTS = "linear_cross_entropy x k=8"
+"""Without a gradient its operands are gathered, as there are no logits to add."""
+
+
 def test_what_is_split_is_not_gathered():
     """No array goes from each device to each; a sequence's states and last inputs go on."""
     of_name = {case.name: case for case in TABLE}
@@ -68,7 +72,8 @@ def test_what_is_split_is_not_gathered():
             assert counts.get("collective-permute", 0) <= (2 if "conv" in case else 1), name
             assert counts.get("all-gather", 0) <= (0 if "conv" in case else 2), name
         elif axis in of_name[case].split.split():
-            assert kinds(held) <= {"all-reduce"}, name
+            both = held | {"forward": {}} if name == LOSS_OF_INPUTS else held
+            assert kinds(both) <= {"all-reduce"}, name
             one_sum = not re.search("cross_entropy|gated_linear_unit|_step", case)
             if "both" in held and one_sum:
                 assert counts == of_name[case].collectives(axis), name
@@ -80,6 +85,8 @@ def test_what_devices_add_up_is_small_where_it_can_be():
     assert exchanged("rms_norm x d=8", "forward") == {"all-reduce": [1, 4 * rows * length]}
     assert exchanged("linear x h=8", "forward") == {}
     assert exchanged("linear x k=8")["all-reduce"][0] == 1
+    loss, both = exchanged(LOSS_OF_INPUTS, "forward"), exchanged(LOSS_OF_INPUTS)
+    assert 20 * loss["all-gather"][1] < both["all-reduce"][1]
     pair = exchanged("mlp x h=8"), exchanged("mlp x h=8", "forward")
     assert [of["all-reduce"][0] for of in pair] == [2, 1]
     count, size = exchanged("selective_scan x l=8", "forward")["all-gather"]

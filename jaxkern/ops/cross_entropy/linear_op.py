@@ -94,8 +94,8 @@ def linear_cross_entropy(
 
     On a mesh, rows and V may be split between devices: neither logits nor `weight` are gathered,
     but where the number of devices does not divide V, or, with a warning, the classes of a part, a
-    multiple of 128. A split K stays so for a gradient without `memory`, whose logits are added; else
-    `x` and `weight` are gathered along it.
+    multiple of 128. A split K stays so for a gradient without `memory`, whose logits are added;
+    else `x` and `weight` are gathered along it, fewer bytes than logits are.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
