@@ -5,10 +5,12 @@ layer on functions of arrays, which are the same for every library.
 """
 
 import dataclasses
+import functools
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -159,6 +161,50 @@ class Block(NamedTuple):
                     f"cache.{name} must have shape {shape}{behind} for this block and x; got "
                     f"{got}. A cache is of as many sequences as x: init_cache makes one"
                 )
+
+
+class SizeOptions(TypedDict, total=False):
+    """The options of the blocks' dimensions; each kind of block takes those of its `sizes`."""
+
+    d_state: int
+    d_conv: int
+    expand: int
+    dt_rank: int | None
+    headdim: int
+    ngroups: int
+    norm_groups: int | None
+    norm_eps: float
+    dt_limit: tuple[float, float]
+    num_heads: int | None
+    num_key_heads: int | None
+    d_key: int
+    d_value: int
+    gate_rank: int | None
+    use_bias: bool
+    use_conv_bias: bool
+
+
+def takes_sizes[F: Callable[..., None]](init: F, block: Block) -> F:
+    """The ``__init__`` of a layer of `block`: `init`, its ``**sizes`` the options of the block's.
+
+    They are named in its signature, and in errors the layer is.
+    """
+    own, of_sizes = (inspect.signature(f).parameters.values() for f in (init, block.sizes))
+    first, _, *others, _ = own  # without d_model, which is one of the sizes, and **sizes
+    signature = inspect.Signature([first, *of_sizes, *others])
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            signature.bind_partial(self, *args, **options)  # what is wrong before what is missing
+            signature.bind(self, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+        init(self, *args, **options)
+
+    found: Any = checked
+    found.__signature__ = signature
+    return found
 
 
 # What the kinds of block share

@@ -12,9 +12,8 @@ NotImplementedError with the reason.
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -215,16 +214,18 @@ class _BlockLayer(nnx.Module):
 
     _block: ClassVar[common.Block]
 
-    def _build(
+    def __init__(
         self,
-        sizes: Any,
-        n_layers: int,
-        dtype: Any,
-        param_dtype: Any,
-        implementation: Implementation | None,
+        d_model: int,
+        *,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
-    ) -> None:
-        self.sizes = sizes
+        **sizes: Unpack[common.SizeOptions],
+    ):
+        self.sizes = self._block.sizes(d_model, **sizes)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
@@ -301,39 +302,7 @@ class Mamba(_BlockLayer):
     """
 
     _block = mamba.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                dt_rank=dt_rank,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class Mamba2(_BlockLayer):
@@ -369,47 +338,7 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 128,
-        d_conv: int = 4,
-        expand: int = 2,
-        headdim: int = 64,
-        ngroups: int = 1,
-        norm_groups: int | None = None,
-        norm_eps: float = 1e-5,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba2.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                headdim=headdim,
-                ngroups=ngroups,
-                norm_groups=norm_groups,
-                norm_eps=norm_eps,
-                dt_limit=dt_limit,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class GatedDeltaNet(_BlockLayer):
@@ -441,43 +370,7 @@ class GatedDeltaNet(_BlockLayer):
     """
 
     _block = delta_net.GATED_DELTA_NET
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        num_key_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            delta_net.GatedDeltaNetSizes(
-                d_model,
-                num_heads=num_heads,
-                num_key_heads=num_key_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class KimiDeltaAttention(_BlockLayer):
@@ -508,43 +401,7 @@ class KimiDeltaAttention(_BlockLayer):
     """
 
     _block = delta_net.KIMI_DELTA_ATTENTION
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        gate_rank: int | None = None,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            delta_net.KimiDeltaAttentionSizes(
-                d_model,
-                num_heads=num_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                gate_rank=gate_rank,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class Optimizer[Model](nnx.Optimizer[Model]):
