@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -336,6 +336,46 @@ def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """The convolution's weight (channels, W) and bias (channels,), in `dtype`."""
     bias = weights.conv_bias
     return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
+
+
+def convolved(
+    weights: Any, cache: Any, arrays: Sequence[jax.Array], at: list[int], options: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """The convolutions of `arrays`, channels from each of `at` on, and the cache's `conv` after."""
+    split = lambda a, axis: (
+        [None] * len(arrays) if a is None else jnp.split(a, at, axis=axis) if at else [a]
+    )
+    weight, bias = conv_filter(weights, arrays[0].dtype)
+    lasts = split(None if cache is None else cache.conv, -1)
+    found: Any = [
+        jaxkern.causal_conv1d(*of_array, activation="silu", initial_state=last, **options)
+        for *of_array, last in zip(arrays, split(weight, 0), split(bias, 0), lasts, strict=True)
+    ]
+    if not options["return_final_state"]:
+        return found, None
+    found, lasts = zip(*found, strict=True)
+    return found, jnp.concatenate(lasts, axis=-1)
+
+
+def convolved_step(
+    weights: Any, cache: Any, u: jax.Array, layer: Any, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of a token's channels `u`, and the cache's `conv` after it."""
+    return jaxkern.causal_conv1d_step(
+        cache.conv,
+        u,
+        *conv_filter(weights, u.dtype),
+        activation="silu",
+        layer=layer,
+        implementation=implementation_of_products(implementation),
+    )
+
+
+def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
+    """The cache `after` in the dtypes of the one that was given, so that a loop can carry it."""
+    if before is None:
+        return after
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), after, before)
 
 
 def decay_rates(weights: Any) -> jax.Array:

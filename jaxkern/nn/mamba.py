@@ -188,12 +188,7 @@ def mamba(
         "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
-    conv: Any = None if cache is None else cache.conv
-    u: Any = jaxkern.causal_conv1d(
-        u, *common.conv_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
-    )
-    if return_cache:
-        u, conv = u
+    (u,), conv = common.convolved(weights, cache, [u], [], options)
     state: Any = None if cache is None else cache.scan
     arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
     step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
@@ -201,9 +196,8 @@ def mamba(
     if not return_cache:
         return common.project_out(project, y, weights, axis_name)
     y, state = y
-    if cache is not None:  # so that a loop can carry it
-        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return common.project_out(project, y, weights, axis_name), Cache(conv, state)
+    out = common.project_out(project, y, weights, axis_name)
+    return out, common.as_before(Cache(conv, state), cache)
 
 
 def mamba_step(
@@ -226,14 +220,7 @@ def mamba_step(
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
     u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
-    u, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        u,
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
-        layer=layer,
-        implementation=common.implementation_of_products(implementation),
-    )
+    u, conv = common.convolved_step(weights, cache, u, layer, implementation)
     arrays: Any = u, *_parameters(weights, sizes, u, project), z
     options: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True, "layer": layer}
     options |= {"implementation": common.implementation_of_products(implementation)}

@@ -214,19 +214,7 @@ def mamba2(
         "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
-    at = [part.d_inner]
-    lasts = [None, None] if cache is None else jnp.split(cache.conv, at, axis=-1)
-    weight, bias = common.conv_filter(weights, u.dtype)
-    filters = jnp.split(weight, at), [None, None] if bias is None else jnp.split(bias, at)
-    conv: Any = None
-    convolved: Any = [
-        jaxkern.causal_conv1d(*arrays, activation="silu", initial_state=last, **options)
-        for *arrays, last in zip((u, v), *filters, lasts, strict=True)
-    ]
-    if return_cache:
-        convolved, lasts = zip(*convolved, strict=True)
-        conv = jnp.concatenate(lasts, axis=-1)
-    u, v = convolved
+    (u, v), conv = common.convolved(weights, cache, [u, v], [part.d_inner], options)
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.ssd(
         *_scanned(weights, part, u, v, dt),
@@ -238,11 +226,7 @@ def mamba2(
     if return_cache:
         y, state = y
     out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
-    if not return_cache:
-        return out
-    if cache is not None:  # so that a loop can carry it
-        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return out, Cache(conv, state)
+    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
 
 
 def mamba2_step(
@@ -266,14 +250,7 @@ def mamba2_step(
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E + 2 G N + H)
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     z, u, dt = jnp.split(projected, at, axis=-1)
-    convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        u,
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
-        layer=layer,
-        implementation=common.implementation_of_products(implementation),
-    )
+    convolved, conv = common.convolved_step(weights, cache, u, layer, implementation)
     u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(
         cache.scan,
