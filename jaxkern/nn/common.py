@@ -7,8 +7,8 @@ layer on functions of arrays, which are the same for every library.
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
-import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -16,7 +16,13 @@ import jax
 import jax.numpy as jnp
 
 import jaxkern
-from jaxkern.core.arguments import check_axis_names, check_dtype, check_flag
+from jaxkern.core.arguments import (
+    check_axis_names,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_number,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.nn.collectives import leave
@@ -218,19 +224,13 @@ def check_sizes(sizes: Any) -> None:
       ValueError: a whole number is less than 1, or another number not above 0 and finite.
     """
     for field in dataclasses.fields(sizes):
-        name, kind = field.name, field.type
-        value: Any = getattr(sizes, name)
-        if kind not in _KINDS:
-            continue
-        right, wanted = _KINDS[kind]
-        if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"{name} must be {wanted}, got {value!r}")
-        if kind is bool or value is None:
-            continue
-        if kind is float and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
-        if kind is not float and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        name, kind, value = field.name, field.type, getattr(sizes, field.name)
+        if kind is bool:
+            check_flag(name, value)
+        elif kind is float:
+            check_number(name, value, above=0)
+        elif kind is int or (kind == int | None and value is not None):
+            check_integer(name, value, minimum=1, optional=kind is not int)
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
@@ -254,15 +254,6 @@ def check_options(axis_name: Any, **flags: Any) -> None:
         check_flag(name, flag)
 
 
-_KINDS: dict[Any, tuple[Any, str]] = {
-    int: (numbers.Integral, "a whole number"),
-    int | None: ((numbers.Integral, type(None)), "a whole number or None"),
-    float: (numbers.Real, "a number"),
-    bool: (bool, "True or False"),
-}
-"""The types of a field of a block's dimensions: what their values are, and how an error says it."""
-
-
 Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
 """A function (key, shape, dtype) -> initial values."""
 
@@ -275,14 +266,7 @@ def uniform(bound: float) -> Initializer:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.zeros(shape, dtype)
-
-
-def ones(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.ones(shape, dtype)
+zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 def dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -326,10 +310,9 @@ def apart(x: jax.Array, count: int) -> list[jax.Array]:
 
     Of products that have an operand in common it would make one, and copy its parts.
     """
-    copies = [x]
-    while len(copies) < count:  # equal barriers would be one: each is of the copy before
-        copies.append(jax.lax.optimization_barrier(copies[-1]))
-    return copies
+    # Equal barriers would be one: each is of the copy before.
+    barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
+    return [*itertools.accumulate(range(1, count), barrier, initial=x)]
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
