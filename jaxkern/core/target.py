@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -191,21 +191,15 @@ def of_program(axis_context: Any) -> Gpu:
         return stated
     mesh = getattr(axis_context, "mesh", None)
     placed = getattr(axis_context, "device_assignment", None) or ()
-    for device in (*placed, *getattr(mesh, "_flat_devices_tuple", ())):
-        if (gpu := describe(device)) is not None:
-            return gpu
-    abstract = getattr(mesh, "abstract_device", None)
-    known = (g for g in GPUS.values() if abstract is not None and g.name == abstract.device_kind)
-    return next(known, None) or of_process() or DEFAULT
+    devices = (*placed, *getattr(mesh, "_flat_devices_tuple", ()))
+    kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+    known = (*map(describe, devices), *(gpu for gpu in GPUS.values() if gpu.name == kind))
+    return next(filter(None, known), None) or of_process() or DEFAULT
 
 
 def of_process() -> Gpu | None:
     """The first GPU of this process."""
-    return next(_present(jax.local_devices()), None)
-
-
-def _present(devices: Iterable[Any]) -> Iterator[Gpu]:
-    return (gpu for gpu in map(describe, devices) if gpu is not None)
+    return next(filter(None, map(describe, jax.local_devices())), None)
 
 
 @functools.cache
