@@ -25,8 +25,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
+from jaxkern.mosaic.lanes import lane_numbers
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
 
 _BLOCK = grid_axes("block")[0]

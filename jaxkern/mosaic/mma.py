@@ -22,8 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core.target import interpreted
+from jaxkern.mosaic.lanes import REF, VECTOR_BYTES, element, elements, i32, inline_mlir
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir
 from jaxkern.mosaic.tiles import (
     UNIT,
     UNITS,

@@ -27,9 +27,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     REF,
     ROW,
     VECTOR_BYTES,
@@ -39,7 +37,9 @@ from jaxkern.mosaic.registers import (
     lane_value,
     ptx,
     scalar_type,
+    sync_warpgroup,
 )
+from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
 from jaxkern.mosaic.ring import close_copies, start_copy
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
 

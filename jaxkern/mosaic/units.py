@@ -14,8 +14,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     REF,
     ROW,
     SCALAR,
@@ -32,6 +31,7 @@ from jaxkern.mosaic.registers import (
     store_elements,
     to_fp32,
 )
+from jaxkern.mosaic.launch import LANES
 
 MAX_UNITS = 2**32 - 2**16
 """Most units of an array: a lane counts them in 32 bits."""

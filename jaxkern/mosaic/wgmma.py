@@ -24,18 +24,21 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.arithmetic import widened
-from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane, store_lanes, sum_lanes
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     REF,
     VECTOR_BYTES,
+    LaneOffsets,
     element,
     elements,
     fragmented,
     i32,
     inline_mlir,
+    pointer_of_lane,
     row_type,
+    store_lanes,
+    sum_lanes,
 )
+from jaxkern.mosaic.launch import LANES
 
 WARPS = 4
 """Warps of a warpgroup, each with 16 of the rows of an accumulator."""

@@ -39,9 +39,8 @@ from jaxkern.mosaic.arithmetic import (
     multiply_wide,
     nearest,
 )
-from jaxkern.mosaic.lanes import join_lanes, largest_of_warp
+from jaxkern.mosaic.lanes import join_lanes, lane_numbers, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.mosaic.registers import lane_numbers
 from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
