@@ -165,6 +165,10 @@ def store_elements(pointer: Any, values: list[Any], step: int) -> None:
         llvm.store(packed, address, alignment=alignment)
 
 
+def dtype_of(ref: Any) -> Any:
+    return ir.MemRefType(ref.type).element_type
+
+
 def to_fp32(value: Any) -> Any:
     f32 = ir.F32Type.get()
     return value if value.type == f32 else arith.extf(f32, value)
@@ -248,9 +252,8 @@ def load_lanes(
 
     @inline_mlir(REF, returns=(row_type(1),) * count)
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
         pointer = pointer_of_lane(source, offsets)
-        loaded = load_elements(pointer, dtype, count, vec, to_fp32, volatile=volatile)
+        loaded = load_elements(pointer, dtype_of(source), count, vec, to_fp32, volatile=volatile)
         return tuple(map(fragmented, loaded))
 
     return list(load(ref))
@@ -268,9 +271,8 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
 
     @inline_mlir(REF, *[ROW] * len(values))
     def store(target: Any, *arrays: Any) -> None:
-        dtype = ir.MemRefType(target.type).element_type
         pointer = pointer_of_lane(target, offsets)
-        scalars = [narrowed(lane_value(a), dtype) for a in arrays]
+        scalars = [narrowed(lane_value(a), dtype_of(target)) for a in arrays]
         store_elements(pointer, scalars, vec)
 
     store(ref, *map(laid_out, values))
@@ -284,9 +286,8 @@ def load_short_row(ref: Any) -> jax.Array:
 
     @inline_mlir(REF, returns=row_type(1))
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
-        value = llvm.load(dtype, _in_short_row(source), alignment=ref.dtype.itemsize)
-        return fragmented(to_fp32(value))
+        where = _in_short_row(source)
+        return fragmented(to_fp32(llvm.load(dtype_of(source), where, alignment=ref.dtype.itemsize)))
 
     return load(ref)
 
@@ -302,9 +303,8 @@ def store_short_row(ref: Any, value: jax.Array) -> None:
 
     @inline_mlir(REF, ROW)
     def store(target: Any, value: Any) -> None:
-        dtype = ir.MemRefType(target.type).element_type
-        element = narrowed(lane_value(value), dtype)
-        llvm.store(element, _in_short_row(target), alignment=ref.dtype.itemsize)
+        scalar = narrowed(lane_value(value), dtype_of(target))
+        llvm.store(scalar, _in_short_row(target), alignment=ref.dtype.itemsize)
 
     store(ref, laid_out(value))
 
@@ -404,8 +404,8 @@ def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
 
 def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:
     """This lane's pointer into `ref`, in a kernel's MLIR."""
-    dtype = ir.MemRefType(ref.type).element_type
-    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)
+    pointer = mgpu_utils.memref_ptr(ref)
+    return mgpu_utils.getelementptr(pointer, [offsets.of_this_lane()], dtype_of(ref))
 
 
 # Sums within a lane and within a warp, and other arithmetic on a lane's registers, in MLIR

@@ -31,6 +31,7 @@ from jaxkern.mosaic.lanes import (
     REF,
     ROW,
     VECTOR_BYTES,
+    dtype_of,
     element,
     i32,
     inline_mlir,
@@ -332,17 +333,18 @@ class Handoffs:
 
     def give(self, smem: Any, name: str) -> None:
         """Lets the other warpgroup go on."""
-        if interpreted():
-            plgpu.barrier_arrive(smem.handoffs.at[self.names.index(name)])
-            return
-        ptx(f"bar.arrive {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+        self._at(smem, name, plgpu.barrier_arrive, "bar.arrive")
 
     def take(self, smem: Any, name: str) -> None:
         """Waits for the other warpgroup."""
+        self._at(smem, name, plgpu.barrier_wait, "bar.sync")
+
+    def _at(self, smem: Any, name: str, interpret: Callable[[Any], None], do: str) -> None:
+        number = self.names.index(name)
         if interpreted():
-            plgpu.barrier_wait(smem.handoffs.at[self.names.index(name)])
-            return
-        ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+            interpret(smem.handoffs.at[number])
+        else:
+            ptx(f"{do} {_FIRST_BARRIER + number}, {2 * LANES};")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,9 +472,9 @@ def load_left(
         flat = registers.reshape(-1, 2)
         kind = ir.VectorType.get((2,), dtype_of(ref))
         for k in range(count // 16):
-            loaded = left.columns(first // 16 + k)
-            for n, value in enumerate(loaded):
-                flat[2 * k + n // 2, n % 2] = vector.bitcast(kind, _as_vector(value))
+            for n, word in enumerate(left.columns(first // 16 + k)):
+                value = vector.from_elements(ir.VectorType.get((1,), word.type), [word])
+                flat[2 * k + n // 2, n % 2] = vector.bitcast(kind, value)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
         )
@@ -667,14 +669,6 @@ def narrowed_to(register: Any, dtype: Any) -> Any:
     """A pair of elements, rounded to `dtype` if it is narrower."""
     kind = ir.VectorType.get((2,), dtype)
     return register if register.type == kind else arith.truncf(kind, register)
-
-
-def _as_vector(word: Any) -> Any:
-    return vector.from_elements(ir.VectorType.get((1,), word.type), [word])
-
-
-def dtype_of(ref: Any) -> Any:
-    return ir.MemRefType(ref.type).element_type
 
 
 def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:

@@ -19,6 +19,7 @@ from jaxkern.mosaic.lanes import (
     ROW,
     SCALAR,
     VECTOR_BYTES,
+    dtype_of,
     element,
     fragmented,
     i32,
@@ -225,8 +226,7 @@ def load_words(ref: Any, count: int) -> list[jax.Array]:
 
     @inline_mlir(REF, returns=(row_type(1, np.uint32),) * size)
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
-        pointer = mgpu_utils.memref_ptr(source)
+        dtype, pointer = dtype_of(source), mgpu_utils.memref_ptr(source)
         addresses = [mgpu_utils.getelementptr(pointer, [i], dtype) for i in range(size)]
         return tuple(fragmented(llvm.load(dtype, a), signed=False) for a in addresses)
 
