@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +211,45 @@ def takes_sizes[F: Callable[..., None]](init: F, block: Block) -> F:
     found: Any = checked
     found.__signature__ = signature
     return found
+
+
+class BlockCalls:
+    """The calls of a layer of a kind of block, `_block`, which has `_weights` and `_sizes`."""
+
+    _block: ClassVar[Block]
+
+    @overload
+    def __call__(
+        self: Any, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+    @overload
+    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> jax.Array: ...
+
+    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
+        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
+        :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
+        :func:`jaxkern.nn.delta_net.delta_net`.
+        """
+        options |= {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.apply(self._weights(), self._sizes(), x, cache, **options)
+
+    def step(self: Any, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache.
+
+        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
+        """
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation, "layer": layer}
+        return self._block.step(self._weights(), self._sizes(), x, cache, **how)
+
+    def init_cache(self: Any, batch_size: int) -> Any:
+        """The cache before the first token."""
+        dtype = jnp.float32 if self.dtype is None else self.dtype
+        return self._block.init_cache(self._sizes(), batch_size, dtype)
 
 
 # What the kinds of block share

@@ -13,7 +13,7 @@ NotImplementedError with the reason.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -209,10 +209,8 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
-class _BlockLayer(nnx.Module):
+class _BlockLayer(common.BlockCalls, nnx.Module):
     """A layer of a kind of block, `_block`, that holds its parameters by their names."""
-
-    _block: ClassVar[common.Block]
 
     def __init__(
         self,
@@ -232,44 +230,12 @@ class _BlockLayer(nnx.Module):
         for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 
-    @overload
-    def __call__(
-        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
-
-    @overload
-    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> jax.Array: ...
-
-    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
-
-        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
-        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
-        :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
-        :func:`jaxkern.nn.delta_net.delta_net`.
-        """
-        return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
-
-    def step(self, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
-        """One token: x (B, D) -> the same shape, and the next cache.
-
-        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
-        """
-        how = self._how() | {"layer": layer}
-        return self._block.step(self._weights(), self.sizes, x, cache, **how)
-
-    def init_cache(self, batch_size: int) -> Any:
-        """The cache before the first token."""
-        dtype = jnp.float32 if self.dtype is None else self.dtype
-        return self._block.init_cache(self.sizes, batch_size, dtype)
-
     def _weights(self) -> Any:
         names = self._block.weights._fields
         return self._block.weights(*(_value(getattr(self, name, None)) for name in names))
 
-    def _how(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "implementation": self.implementation}
+    def _sizes(self) -> Any:
+        return self.sizes
 
 
 class Mamba(_BlockLayer):
