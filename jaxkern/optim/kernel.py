@@ -39,9 +39,9 @@ from jaxkern.mosaic.arithmetic import (
     multiply_wide,
     nearest,
 )
+from jaxkern.mosaic.elementwise import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.mosaic.lanes import join_lanes, lane_numbers, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
     GROUP,
