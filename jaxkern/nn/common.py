@@ -25,6 +25,7 @@ from jaxkern.core.arguments import (
 )
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn.collectives import leave
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -344,14 +345,21 @@ def project_out(
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
-def apart(x: jax.Array, count: int) -> list[jax.Array]:
-    """`count` copies of `x`, which XLA does not know to be the same.
+def project_in(
+    name: str, weights: Any, x: jax.Array, project: Callable[..., jax.Array], at: Any
+) -> list[jax.Array]:
+    """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
 
-    Of products that have an operand in common it would make one, and copy its parts.
+    Of one product the parts would be copied apart, and their gradients together. As XLA would make
+    one of several that have an operand in common, each has a copy, which XLA takes for another.
     """
+    count = len(at) + 1
     # Equal barriers would be one: each is of the copy before.
     barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
-    return [*itertools.accumulate(range(1, count), barrier, initial=x)]
+    copies = [*itertools.accumulate(range(1, count), barrier, initial=x)]
+    columns = jnp.split(weights.in_proj, at, axis=-1)
+    biases = [None] * count if weights.in_bias is None else jnp.split(weights.in_bias, at)
+    return named(name, [project(*of) for of in zip(copies, columns, biases, strict=True)])
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

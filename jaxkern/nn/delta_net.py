@@ -36,7 +36,6 @@ import numpy as np
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
-from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -332,18 +331,10 @@ def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
 def _project_in(
     weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
 ) -> list[Any]:
-    """q and k (…, G K), v (…, E), z (…, E) or of KDA ``None``, and the small columns as one array.
-
-    The large ones have products of their own: the parts of one would be copied apart, and their
-    gradients together.
-    """
+    """q and k (…, G K), v and z (…, E), of KDA no z but ``None``, and the small columns as one."""
     large = 4 if isinstance(sizes, GatedDeltaNetSizes) else 3
     at = np.cumsum([*sizes.columns.values()])[:large]
-    bias = weights.in_bias
-    biases = [None] * (large + 1) if bias is None else jnp.split(bias, at)
-    columns = jnp.split(weights.in_proj, at, axis=-1)
-    parts = zip(common.apart(x, large + 1), columns, biases, strict=True)
-    *inner, small = named("delta_in_proj", [project(*part) for part in parts])
+    *inner, small = common.project_in("delta_in_proj", weights, x, project, at)
     return [*inner, *[None] * (4 - large), small]
 
 

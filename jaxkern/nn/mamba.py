@@ -176,12 +176,8 @@ def mamba(
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    # Two products, as the halves of one would be copied apart, and their gradients together.
-    to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
-    of_u, of_z = (None, None) if weights.in_bias is None else jnp.split(weights.in_bias, 2)
-    for_u, for_z = common.apart(x, 2)
-    u = named("mamba_in_proj", project(for_u, to_u, of_u))  # (B, L, E)
-    z = named("mamba_in_proj", project(for_z, to_z, of_z))  # (B, L, E)
+    at = [weights.in_proj.shape[-1] // 2]
+    u, z = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) each
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,

@@ -18,7 +18,6 @@ the paper's own code.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,6 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
-from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -207,7 +205,9 @@ def mamba2(
     project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    z, u, v, dt = _project_in(weights, part, x, project)
+    at = [part.d_inner, 2 * part.d_inner]
+    z, u, small = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) two
+    v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)  # (B, L, 2 G N), (B, L, H)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -261,22 +261,6 @@ def mamba2_step(
     )
     out = _project_out(weights, sizes, y, z, project, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
-
-
-def _project_in(
-    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
-) -> tuple[jax.Array, ...]:
-    """z and u (…, E), v (…, 2 G N) and dt (…, H).
-
-    The large ones have products of their own: the parts of one would be copied apart, and their
-    gradients together.
-    """
-    at = [sizes.d_inner, 2 * sizes.d_inner]
-    bias = weights.in_bias
-    biases = [None] * 3 if bias is None else jnp.split(bias, at)
-    parts = zip(common.apart(x, 3), jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
-    z, u, small = named("mamba_in_proj", tuple(project(*part) for part in parts))
-    return z, u, *jnp.split(small, [2 * sizes.d_bc], axis=-1)
 
 
 def _scanned(
