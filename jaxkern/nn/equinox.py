@@ -351,7 +351,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -378,7 +378,7 @@ class KimiDeltaAttention(_BlockLayer):
     Args:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 

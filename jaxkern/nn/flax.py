@@ -280,13 +280,8 @@ class Mamba2(_BlockLayer):
       d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has
         them.
       norm_groups, norm_eps, dt_limit, use_bias, use_conv_bias: likewise.
-      n_layers: blocks that add to one residual stream; the output projection begins smaller by its
-        root.
-      dtype: of the products; by default what input and parameters promote to.
-      param_dtype: of the parameters.
-      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.ssd` says what its kernels take.
-      rngs: where the initial values are drawn from.
 
     Example:
       >>> import jax.numpy as jnp
@@ -317,7 +312,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.gated_delta_rule` says what its kernels take.
 
     Example:
@@ -348,7 +343,7 @@ class KimiDeltaAttention(_BlockLayer):
     Args:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.gated_delta_rule` says what its kernels take.
 
     Example:

@@ -269,7 +269,7 @@ class Mamba2(_BlockLayer):
     Attributes:
       d_model, d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
         use_conv_bias: as :class:`jaxkern.nn.mamba2.Sizes` has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -308,7 +308,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -345,7 +345,7 @@ class KimiDeltaAttention(_BlockLayer):
     Attributes:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
