@@ -123,24 +123,12 @@ class Sizes:
         return self.d_inner + 2 * self.d_bc
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part(Sizes):
-    """The dimensions of a device's part of a block, `inner` channels of it."""
-
-    inner: int = dataclasses.field(kw_only=True)
-
-    @property
-    def d_inner(self) -> int:
-        """The inner channels of this device."""
-        return self.inner
-
-
 def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
-    """The dimensions of the part of a block that `weights` are, by their shapes."""
+    """The dimensions of the part of a block that `weights` are, by their shapes: as if D were E."""
     inner = weights.norm_weight.shape[-1]
     groups = (weights.conv_weight.shape[0] - inner) // (2 * sizes.d_state)
-    whole = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
-    return _Part(**(whole | {"ngroups": groups, "norm_groups": None, "inner": inner}))
+    of_part: dict[str, Any] = {"d_model": inner, "expand": 1, "ngroups": groups}
+    return dataclasses.replace(sizes, **of_part, norm_groups=None)
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
