@@ -421,15 +421,7 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
       values: fp32, in ``WG_STRIDED`` by `vec`.
       vec: neighbouring elements of a lane.
     """
-    if interpreted():
-        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
-    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
-
-    @inline_mlir(*layouts, returns=row_type(1))
-    def add(*arrays: Any) -> Any:
-        return _sum_in_two_strands(_all_elements(arrays))
-
-    return add(*values)
+    return _sum_in_lanes(values, vec)
 
 
 def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
@@ -437,30 +429,28 @@ def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -
 
     `values` are as for :func:`sum_in_lanes`.
     """
+    return _sum_in_lanes(values, vec, center)
+
+
+def _sum_in_lanes(values: Sequence[jax.Array], vec: int, *center: jax.Array) -> jax.Array:
     if interpreted():
         held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
-        return ((held - center[:, None]) ** 2).sum((0, 2))
+        return (held if not center else (held - center[0][:, None]) ** 2).sum((0, 2))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+    contract = arith.FastMathFlags.contract
 
-    @inline_mlir(ROW, *layouts, returns=row_type(1))
+    @inline_mlir([ROW] * len(center), *layouts, returns=row_type(1))
     def add(center: Any, *arrays: Any) -> Any:
-        middle = lane_value(center)
-        apart = [arith.subf(v, middle) for v in _all_elements(arrays)]
-        contract = arith.FastMathFlags.contract
-        return _sum_in_two_strands([arith.mulf(d, d, fastmath=contract) for d in apart])
+        middle = [lane_value(row) for row in center]
+        found = [v for a in arrays for register in a.registers.flat for v in elements(register)]
+        if middle:
+            apart = [arith.subf(v, *middle) for v in found]
+            found = [arith.mulf(d, d, fastmath=contract) for d in apart]
+        plus = functools.partial(arith.addf, fastmath=contract)
+        strands = [functools.reduce(plus, found[i::2]) for i in range(min(2, len(found)))]
+        return fragmented(functools.reduce(arith.addf, strands))
 
-    return add(center, *values)
-
-
-def _all_elements(arrays: Sequence[Any]) -> list[Any]:
-    return [v for a in arrays for register in a.registers.flat for v in elements(register)]
-
-
-def _sum_in_two_strands(values: list[Any]) -> Any:
-    """Sums every second value, and the others, and adds the two; as a row of the lanes' sums."""
-    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
-    return fragmented(functools.reduce(arith.addf, strands))
+    return add(list(center), *values)
 
 
 def largest_of_warp(x: jax.Array) -> jax.Array:
