@@ -41,7 +41,7 @@ from jaxkern.mosaic.lanes import (
     sync_warpgroup,
 )
 from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
-from jaxkern.mosaic.ring import close_copies, start_copy
+from jaxkern.mosaic.ring import close_copies, release_stage, start_copy, wait_for_copy
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
 
 UNIT = 8
@@ -126,10 +126,7 @@ def by_wgmma() -> bool:
 
 def sync_tiles() -> None:
     """Waits for the other lanes, whose stores to tiles are then there for products."""
-    if by_wgmma():
-        plgpu.commit_smem()
-    else:
-        sync_warpgroup()
+    release_stage(by_lanes=not by_wgmma())
 
 
 type Tiles = dict[str, tuple[tuple[int, ...], Any]]
@@ -185,12 +182,7 @@ def wait_for_copies(barrier: Any = None, later: int = 0) -> None:
 
     Where lanes copy, it is waited for all groups but `later`, and for the other lanes.
     """
-    if by_wgmma():
-        plgpu.barrier_wait(barrier)
-        return
-    if not interpreted():
-        ptx(f"cp.async.wait_group {later};")
-    sync_tiles()
+    wait_for_copy(barrier, later)
 
 
 def _is_tile(dtype: Any) -> bool:
