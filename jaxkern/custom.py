@@ -521,7 +521,6 @@ def triton_call(
     gpu = target.current()
     if gpu is not None:
         options["compute_capability"] = 10 * gpu.capability[0] + gpu.capability[1]
-    for name, value in (("num_warps", num_warps), ("num_stages", num_stages)):
-        if value is not None:
-            options[name] = value
+    tuned = {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {name: value for name, value in tuned.items() if value is not None}
     return jax_triton.triton_call(*args, kernel=kernel, out_shape=out_type, grid=grid, **options)

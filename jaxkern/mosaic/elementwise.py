@@ -15,7 +15,6 @@ Source: Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2,
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -124,11 +123,21 @@ def launch(
 
     def kernel(*refs: Any) -> None:
         words = [load_words(ref, 4) for ref in refs[: len(seeds)]]
-        compute = functools.partial(_compute, plan, body, words, refs[len(seeds) :])
         block = lax.axis_index(_BLOCK)
 
+        def compute(units_of_lanes: list[jax.Array], count: int, step: int) -> None:
+            """Runs `body` on the first `count` elements of each of the units, `step` an access."""
+            access, loaded = (vec, count, step), []
+            for units in units_of_lanes:
+                located = _locate(plan, refs[len(seeds) :], units)
+                values = [load_units(ref, at, *access) for ref, at in located[: plan.inputs]]
+                loaded.append((Lanes(units, vec, words), values, located[plan.inputs :]))
+            for lanes, values, located in loaded:
+                for (ref, at), value in zip(located, body(lanes, *values), strict=True):
+                    store_units(ref, at, value, *access)
+
         def whole_units() -> None:
-            compute(_units_of_lanes(plan, block), plan.vec, plan.step)
+            compute(_units_of_lanes(plan, block), vec, plan.step)
 
         def rest() -> None:
             compute([jnp.full((LANES,), plan.units, jnp.uint32)], plan.rest, 1)
@@ -199,27 +208,6 @@ def _units_of_lanes(plan: _ElementwisePlan, block: jax.Array) -> list[jax.Array]
     if plan.units % (LANES * plan.each):
         units = [jnp.minimum(u, jnp.uint32(plan.units - 1)) for u in units]
     return units
-
-
-def _compute(
-    plan: _ElementwisePlan,
-    body: Callable[..., tuple[Any, ...]],
-    seeds: Sequence[Sequence[jax.Array]],
-    refs: Sequence[Any],
-    units_of_lanes: Sequence[jax.Array],
-    count: int,
-    step: int,
-) -> None:
-    """Runs `body` on the first `count` elements of each of the units, `step` an access."""
-    access = plan.vec, count, step
-    loaded = []
-    for units in units_of_lanes:
-        located = _locate(plan, refs, units)
-        values = [load_units(ref, at, *access) for ref, at in located[: plan.inputs]]
-        loaded.append((Lanes(units, plan.vec, seeds), values, located[plan.inputs :]))
-    for lanes, values, located in loaded:
-        for (ref, at), value in zip(located, body(lanes, *values), strict=True):
-            store_units(ref, at, value, *access)
 
 
 def _locate(

@@ -469,7 +469,10 @@ def _normalised(
     if left_to_parent(layer, reason):
         return _plain(parent)(layer, x, mask=mask)
     params = [_param(layer, name, (jnp.shape(x)[-1],)) for name in names]
-    x, dtype = _promoted(layer.dtype, x, *params)
+    dtype = canonicalize_dtype(x, *params, dtype=layer.dtype)
+    x = jnp.asarray(x)
+    wide = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+    x = x.astype(jnp.promote_types(wide, dtype))  # so that the result is rounded once
     out = op(x, *params, eps=layer.epsilon, implementation=layer.implementation)
     return out.astype(dtype)
 
@@ -488,12 +491,3 @@ def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
     inexact = x if jnp.issubdtype(x, jnp.inexact) else None
     dtypes = layer.dtype, layer.param_dtype, *map(jnp.result_type, stored)
     return common.dtype_reason(inexact, *dtypes)
-
-
-def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:
-    """Casts `x` so that the result is rounded once; returns it and the dtype of flax's result."""
-    dtype = canonicalize_dtype(x, *params, dtype=dtype)
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(jnp.float32)
-    return x.astype(jnp.promote_types(x.dtype, dtype)), dtype
