@@ -116,24 +116,33 @@ def custom_op(
         raise ValueError(f"saved names {', '.join(sorted(unknown))}, no result of {signature!r}")
     if hidden == outs.keys():
         raise ValueError(f"saved names every result of {signature!r}, and the op would give none")
-    of = _Pair(name, tuple(ins), whole, vmap, unfit)
     shown = tuple(each for each in outs if each not in hidden)
-    plain = _Plain(reference, tuple(outs))
-    forward = of.made("fwd", ins, outs, kernel, plain)
+
+    def made(suffix: str, takes: Named, gives: Named, kernel: Any, plain: Any) -> KernelPass:
+        return KernelPass(
+            f"{name}_{suffix}",
+            reference=plain,
+            kernel=kernel and _Launched(kernel, plain, vmap == "strides"),
+            ins=tuple(takes.values()),
+            outs=tuple(gives.values()),
+            whole=whole,
+            unfit=unfit and _Asked(unfit, tuple(ins), tuple(takes)),
+            batched=vmap is not None,
+        )
+
+    plain, taken, given, gradient = _Plain(reference, tuple(outs)), {}, {}, None
     if backward is not None:
         taken, given = _parsed_backward(backward, ins, outs, shown)
         plainly = _plain_gradient(backward_reference, backward, plain, ins, taken, given, shown)
-        gradient = of.made("bwd", taken, given, backward_kernel, plainly)
-        run = _differentiable(forward, gradient, ins, outs, taken, given, shown)
-        grads = frozenset(each for each in ins if f"d{each}" in given)
+        gradient = made("bwd", taken, given, backward_kernel, plainly)
     elif backward_kernel or backward_reference:
         raise ValueError(
             "backward_kernel and backward_reference need backward, which says what they take and "
             'give: "x, dout -> dx"'
         )
-    else:
-        run = _derived_by_jax(forward, outs, shown)
-        grads = frozenset(ins)
+    forward = made("fwd", ins, outs, kernel, plain)
+    run = _differentiable(forward, gradient, ins, outs, taken, given, shown)
+    grads = frozenset(each for each in ins if gradient is None or f"d{each}" in given)
 
     @functools.partial(jax.jit, static_argnums=1, inline=True)
     def compiled(arrays: Arrays, options: _CustomOptions) -> Any:
@@ -162,9 +171,6 @@ def custom_op(
     op.__name__ = op.__qualname__ = name
     op.__doc__ = reference.__doc__
     return op
-
-
-type _Run = Callable[[Arrays, "_CustomOptions"], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,33 +276,9 @@ def _arrays(name: str, ins: Named, args: Arrays, options: dict[str, Any]) -> Arr
 # Passes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """Attributes that the two passes of an op have in common."""
-
-    name: str
-    ins: tuple[str, ...]
-    whole: str
-    vmap: str | None
-    unfit: Callable[..., str | None] | None
-
-    def made(
-        self, suffix: str, ins: Named, outs: Named, kernel: Any, plain: Callable[..., Arrays]
-    ) -> KernelPass:
-        return KernelPass(
-            f"{self.name}_{suffix}",
-            reference=plain,
-            kernel=kernel and _Launched(kernel, plain, self.vmap == "strides"),
-            ins=tuple(ins.values()),
-            outs=tuple(outs.values()),
-            whole=self.whole,
-            unfit=self.unfit and _Asked(self.unfit, self.ins, tuple(ins)),
-            batched=self.vmap is not None,
-        )
-
-
-def _one_or_all(results: Sequence[Any]) -> Any:
-    return results[0] if len(results) == 1 else tuple(results)
+def _called(function: Any, options: _CustomOptions, arrays: Sequence[Any], **more: Any) -> Arrays:
+    outs = function(*arrays, **dict(options.values), **more)
+    return tuple(outs) if isinstance(outs, tuple | list) else (outs,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,8 +289,7 @@ class _Plain:
     results: tuple[str, ...]
 
     def __call__(self, options: _CustomOptions, *arrays: Any) -> Arrays:
-        outs = self.function(*arrays, **dict(options.values))
-        outs = tuple(outs) if isinstance(outs, tuple | list) else (outs,)
+        outs = _called(self.function, options, arrays)
         if len(outs) != len(self.results):
             raise TypeError(
                 f"{options.op}: {self.function.__name__} gives {len(outs)} arrays where the "
@@ -385,7 +366,8 @@ class _Launched:
 
     def __call__(self, options: _CustomOptions, *arrays: Any) -> Arrays:
         expected = jax.eval_shape(functools.partial(self.reference, options), *arrays)
-        outs = (self._strided if self.strides else self._launch)(options, *arrays)
+        run = self._strided if self.strides else functools.partial(_called, self.function)
+        outs = run(options, arrays)
         types = [(tuple(o.shape), jnp.dtype(o.dtype)) for o in outs]
         if types != (wanted := [(tuple(t.shape), jnp.dtype(t.dtype)) for t in expected]):
             show = lambda each: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in each)
@@ -395,19 +377,15 @@ class _Launched:
             )
         return outs
 
-    def _launch(self, options: _CustomOptions, *arrays: Any, **more: Any) -> Arrays:
-        outs = self.function(*arrays, **dict(options.values), **more)
-        return tuple(outs) if isinstance(outs, tuple | list) else (outs,)
-
-    def _strided(self, options: _CustomOptions, *arrays: Any) -> Arrays:
+    def _strided(self, options: _CustomOptions, arrays: Arrays) -> Arrays:
         """Launches a kernel that takes all examples at once, for the one that is here so far."""
         present = [i for i, a in enumerate(arrays) if a is not None]
 
         def launch(*given: Any, batch: int, strides: Sequence[int]) -> Arrays:
             full = [dict(zip(present, of, strict=True)) for of in (given, strides)]
-            every = (full[0].get(i) for i in range(len(arrays)))
+            every = [full[0].get(i) for i in range(len(arrays))]
             steps = tuple(full[1].get(i, 0) for i in range(len(arrays)))
-            return self._launch(options, *every, batch=batch, strides=steps)
+            return _called(self.function, options, every, batch=batch, strides=steps)
 
         of_one = _of_examples(launch, 1, tuple(False for _ in present))
         return tuple(out[0] for out in of_one(*(arrays[i] for i in present)))
@@ -444,29 +422,27 @@ def _of_examples(launch: Callable[..., Arrays], size: int, apart: tuple[bool, ..
 # Derivatives
 
 
-def _derived_by_jax(forward: KernelPass, outs: Named, shown: tuple[str, ...]) -> _Run:
-    def run(arrays: Arrays, options: _CustomOptions, /) -> Any:
-        found = dict(zip(outs, forward(options, *arrays), strict=True))
-        return _one_or_all([found[each] for each in shown])
-
-    return run
-
-
 def _differentiable(
     forward: KernelPass,
-    gradient: KernelPass,
+    gradient: KernelPass | None,
     ins: Named,
     outs: Named,
     taken: Named,
     given: Named,
     shown: tuple[str, ...],
-) -> _Run:
+) -> Callable[[Arrays, _CustomOptions], Any]:
+    """The op, whose gradient is the pass `gradient`, or else by JAX."""
+
     def fwd(arrays: Arrays, options: _CustomOptions) -> tuple[Any, Any]:
         found = dict(zip(outs, forward(options, *arrays), strict=True))
         named = dict(zip(ins, arrays, strict=True)) | found
         kept = {each: named[each] for each in taken if each in named}
         types = [None if a is None else TypeOf(jax.typeof(a)) for a in arrays]
-        return _one_or_all([found[each] for each in shown]), (kept, types)
+        results = tuple(found[each] for each in shown)
+        return results[0] if len(results) == 1 else results, (kept, types)
+
+    if gradient is None:
+        return lambda *args: fwd(*args)[0]
 
     def bwd(options: _CustomOptions, res: Any, douts: Any) -> Arrays:
         kept, types = res
@@ -545,7 +521,6 @@ def triton_call(
     gpu = target.current()
     if gpu is not None:
         options["compute_capability"] = 10 * gpu.capability[0] + gpu.capability[1]
-    for name, value in (("num_warps", num_warps), ("num_stages", num_stages)):
-        if value is not None:
-            options[name] = value
+    tuned = {"num_warps": num_warps, "num_stages": num_stages}
+    options |= {name: value for name, value in tuned.items() if value is not None}
     return jax_triton.triton_call(*args, kernel=kernel, out_shape=out_type, grid=grid, **options)

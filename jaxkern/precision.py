@@ -32,15 +32,8 @@ from jax.tree_util import GetAttrKey
 from jaxkern.core.arguments import check_dtype, check_integer, check_number
 from jaxkern.core.bound import standard_promotion, wide
 
-_DTYPES = {
-    "float64": "float64",
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "float16": "float16",
-    "fp32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}
+_DTYPES = {name: name for name in ("float64", "float32", "bfloat16", "float16")}
+_DTYPES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _FIELDS = ("params", "compute", "output")
 
 

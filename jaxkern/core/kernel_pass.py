@@ -481,7 +481,7 @@ def _on_device(call: PassCall, *arrays: Any) -> Arrays:
     """Computes the pass on the arrays of one device."""
     # All inputs vary alike, or a derivative taken inside the reference would already sum over the
     # devices; all outputs do, as a kernel's vary over nothing by their type.
-    axes = frozenset[str]().union(*map(varying, arrays))
+    axes = varying(*arrays)
     arrays = tuple(vary_over(a, axes) for a in arrays)
     mode, faster, unfit = call.mode, call.of.faster, call.of.unfit
     mode = mode if call.of.kernel else "xla"

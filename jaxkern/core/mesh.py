@@ -71,8 +71,10 @@ def _type_of(x: Any) -> Any:
     return x.aval if isinstance(x, TypeOf) else jax.typeof(x)
 
 
-def varying(x: Any) -> frozenset[str]:
-    return frozenset(_type_of(x).manual_axis_type.varying)
+def varying(*arrays: Any) -> frozenset[str]:
+    """The manual mesh axes over which any of `arrays`, or ``None``, varies."""
+    types = (_type_of(a).manual_axis_type for a in arrays if a is not None)
+    return frozenset[str]().union(*(of.varying for of in types))
 
 
 def _axis_names(entry: Any) -> tuple[str, ...]:
@@ -186,12 +188,8 @@ def on_all(axes: str | Axes | None, last: Any) -> Any:
     An axis of one device counts, too, where the type of `last` says that it varies over it.
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes or ())
-    over = tuple(n for n in names if last is not None and _differs(n, last))
-    return lax.psum(last, over) if over else last
-
-
-def _differs(axis: str, value: jax.Array) -> bool:
-    return lax.axis_size(axis) > 1 or axis in varying(value)
+    over = tuple(n for n in names if n in varying(last) or lax.axis_size(n) > 1)
+    return lax.psum(last, over) if over and last is not None else last
 
 
 def from_before(axes: Axes, value: jax.Array, *, reverse: bool = False) -> jax.Array:

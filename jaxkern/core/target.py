@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -128,6 +128,15 @@ def _device(gpu: Gpu) -> _Described:
     return _Described(gpu.name, gpu.multiprocessors, "cuda", _dotted(gpu.capability))
 
 
+@contextlib.contextmanager
+def _within[T](variable: contextvars.ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 _stated: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("stated", default=None)
 _current: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("current", default=None)
 
@@ -169,15 +178,11 @@ def lowering_for(gpu: str | Gpu) -> Iterator[Gpu]:
                 f"got {gpu!r}"
             )
         gpu = GPUS[gpu]
-    token = _stated.set(gpu)
-    try:
-        # The mesh is part of the keys of JAX's caches, which would else return what was traced and
-        # lowered for another GPU.
-        mesh = jax.sharding.get_abstract_mesh().update(abstract_device=_device(gpu))
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield gpu
-    finally:
-        _stated.reset(token)
+    # The mesh is part of the keys of JAX's caches, which would else return what was traced and
+    # lowered for another GPU.
+    mesh = jax.sharding.get_abstract_mesh().update(abstract_device=_device(gpu))
+    with _within(_stated, gpu), jax.sharding.use_abstract_mesh(mesh):
+        yield gpu
 
 
 def of_program(axis_context: Any) -> Gpu:
@@ -191,21 +196,15 @@ def of_program(axis_context: Any) -> Gpu:
         return stated
     mesh = getattr(axis_context, "mesh", None)
     placed = getattr(axis_context, "device_assignment", None) or ()
-    for device in (*placed, *getattr(mesh, "_flat_devices_tuple", ())):
-        if (gpu := describe(device)) is not None:
-            return gpu
-    abstract = getattr(mesh, "abstract_device", None)
-    known = (g for g in GPUS.values() if abstract is not None and g.name == abstract.device_kind)
-    return next(known, None) or of_process() or DEFAULT
+    devices = (*placed, *getattr(mesh, "_flat_devices_tuple", ()))
+    kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", None)
+    known = (*map(describe, devices), *(gpu for gpu in GPUS.values() if gpu.name == kind))
+    return next(filter(None, known), None) or of_process() or DEFAULT
 
 
 def of_process() -> Gpu | None:
     """The first GPU of this process."""
-    return next(_present(jax.local_devices()), None)
-
-
-def _present(devices: Iterable[Any]) -> Iterator[Gpu]:
-    return (gpu for gpu in map(describe, devices) if gpu is not None)
+    return next(filter(None, map(describe, jax.local_devices())), None)
 
 
 @functools.cache
@@ -231,13 +230,9 @@ def current() -> Gpu | None:
 @contextlib.contextmanager
 def fitting_to(gpu: Gpu) -> Iterator[None]:
     """Has launchers inside fit kernels to `gpu`, and Mosaic lower them for it."""
-    token = _current.set(gpu)
     mesh = AbstractMesh((), (), abstract_device=_device(gpu))
-    try:
-        with jax.sharding.use_abstract_mesh(mesh):
-            yield
-    finally:
-        _current.reset(token)
+    with _within(_current, gpu), jax.sharding.use_abstract_mesh(mesh):
+        yield
 
 
 def _dotted(capability: tuple[int, int]) -> str:
@@ -250,12 +245,8 @@ _interpreting = contextvars.ContextVar("interpreting", default=False)
 @contextlib.contextmanager
 def interpreter() -> Iterator[None]:
     """Has kernels launched inside run in Pallas's interpreter."""
-    token = _interpreting.set(True)
-    try:
-        with plgpu.force_gpu_interpret_mode():
-            yield
-    finally:
-        _interpreting.reset(token)
+    with _within(_interpreting, True), plgpu.force_gpu_interpret_mode():
+        yield
 
 
 def interpreted() -> bool:

@@ -16,8 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     ROW,
     elements,
     fragmented,
@@ -30,6 +29,7 @@ from jaxkern.mosaic.registers import (
     scalar_type,
     to_fp32,
 )
+from jaxkern.mosaic.launch import LANES
 
 
 def fast_reciprocal(x: jax.Array, *, layout: Any = None) -> jax.Array:

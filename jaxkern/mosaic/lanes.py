@@ -1,9 +1,12 @@
-"""Loads, stores, sums and barriers of the lanes of a warpgroup, and a lane's registers in MLIR."""
+"""A lane's registers in inline MLIR, and what lanes load, store, sum and wait for.
+
+The last section is between the blocks of a cluster.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,29 +16,179 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import (
-    REF,
-    ROW,
-    VECTOR_BYTES,
-    elements,
-    fragmented,
-    i32,
-    inline_mlir,
-    laid_out,
-    lane_value,
-    load_elements,
-    map_registers,
-    narrowed,
-    ptx,
-    row_type,
-    scalar_type,
-    store_elements,
-    to_fp32,
-)
+
+VECTOR_BYTES = 16
+"""The most that a lane loads or stores in one access."""
+
+ROW: Any = plgpu.Layout.WG_STRIDED((LANES,), vec_size=1)
+"""The layout of (LANES,), an element a lane."""
+
+REF: Any = plgpu.RefType()
+SCALAR: Any = plgpu.Layout.WG_SPLAT(())
+
+
+def row_type(count: int, dtype: Any = np.float32) -> Any:
+    """(LANES · count,), with `count` neighbours a lane."""
+    size = LANES * count
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=count)
+    return plgpu.ShapeDtypeStruct((size,), np.dtype(dtype), layout=layout)
+
+
+def scalar_type(dtype: Any) -> Any:
+    """(), which all lanes hold."""
+    return plgpu.ShapeDtypeStruct((), np.dtype(dtype), layout=SCALAR)
+
+
+def zeros() -> jax.Array:
+    """(LANES,): an fp32 zero in each lane."""
+    return plgpu.layout_cast(jnp.zeros((LANES,), jnp.float32), ROW)
+
+
+def lane_numbers(dtype: Any = jnp.int32) -> jax.Array:
+    """(LANES,): the number of each lane."""
+    return plgpu.broadcasted_iota(dtype, (LANES,), 0, layout=ROW)
+
+
+def laid_out(row: jax.Array) -> jax.Array:
+    """`row` with its layout: inline MLIR takes no constant, which has another.
+
+    A size of one is enough for the compiler to find out that an index is a constant.
+    """
+    return plgpu.layout_cast(row, row_type(row.size // LANES).layout)
+
+
+def inline_mlir(*arg_types: Any, returns: Any = None) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function that emits MLIR, for a kernel to call; not for Pallas's interpreter.
+
+    Args:
+      *arg_types: of each argument: :data:`REF`, or the layout of an array or a scalar.
+      returns: the type of the result, a tuple of such, or ``None``.
+    """
+
+    def decorate(code: Callable[..., Any]) -> Any:
+        @plgpu.inline_mgpu(arg_types=arg_types, return_type=returns)
+        def run(ctx: Any, *args: Any) -> Any:
+            del ctx
+            return code(*args)
+
+        return run
+
+    return decorate
+
+
+def map_registers(
+    convert: Callable[[Any], Sequence[Any]], values: jax.Array, layout: Any
+) -> jax.Array:
+    """Converts each register of `values` to fp32.
+
+    Args:
+      convert: takes a register, an MLIR vector, and gives an fp32 value for each element.
+      values: in `layout`, which the result has, too.
+      layout: of Mosaic.
+    """
+    result = plgpu.ShapeDtypeStruct(values.shape, np.dtype(np.float32), layout=layout)
+
+    @inline_mlir(layout, returns=result)
+    def run(values: Any) -> Any:
+        converted = np.empty_like(values.registers)
+        for index, register in np.ndenumerate(values.registers):
+            scalars = list(convert(register))
+            kind = ir.VectorType.get((len(scalars),), ir.F32Type.get())
+            converted[index] = vector.from_elements(kind, scalars)
+        return mgpu.FragmentedArray(_registers=converted, _layout=values.layout, _is_signed=None)
+
+    return run(values)
+
+
+def fragmented(*scalars: Any, signed: bool | None = None) -> Any:
+    """Makes a row of each lane's scalars; `signed` says it of integers."""
+    count = len(scalars)
+    register = vector.from_elements(ir.VectorType.get((count,), scalars[0].type), list(scalars))
+    return mgpu.FragmentedArray(
+        _registers=np.full((1,), register, dtype=object),
+        _layout=mgpu.WGStridedFragLayout((LANES * count,), count),
+        _is_signed=signed,
+    )
+
+
+def i32(value: int) -> Any:
+    """A constant."""
+    return arith.constant(ir.IntegerType.get_signless(32), value)
+
+
+def lane_value(row: Any) -> Any:
+    """This lane's element of a row (LANES,)."""
+    return element(row.registers.item(), 0)
+
+
+def element(values: Any, k: int) -> Any:
+    """Element `k` of an MLIR vector."""
+    position = ir.DenseI64ArrayAttr.get([k])
+    return vector.extract(values, dynamic_position=[], static_position=position)
+
+
+def elements(values: Any) -> Iterator[Any]:
+    """The elements of an MLIR vector, each extracted when it is asked for."""
+    return (element(values, k) for k in range(ir.VectorType(values.type).shape[0]))
+
+
+def load_elements(
+    pointer: Any,
+    dtype: Any,
+    count: int,
+    step: int,
+    convert: Callable[[Any], Any],
+    *,
+    volatile: bool = False,
+) -> list[Any]:
+    """Loads and converts `count` neighbours, `step` in each access, to which they are aligned."""
+    kind, alignment = ir.VectorType.get((step,), dtype), step * mgpu_utils.bytewidth(dtype)
+    loaded = []
+    for start in range(0, count, step):
+        address = mgpu_utils.getelementptr(pointer, [start], dtype)
+        values = llvm.load(kind, address, alignment=alignment, volatile_=volatile)
+        loaded += map(convert, elements(values))
+    return loaded
+
+
+def store_elements(pointer: Any, values: list[Any], step: int) -> None:
+    """Stores neighbours as :func:`load_elements` loads them."""
+    dtype = values[0].type
+    kind, alignment = ir.VectorType.get((step,), dtype), step * mgpu_utils.bytewidth(dtype)
+    for start in range(0, len(values), step):
+        address = mgpu_utils.getelementptr(pointer, [start], dtype)
+        packed = vector.from_elements(kind, values[start : start + step])
+        llvm.store(packed, address, alignment=alignment)
+
+
+def dtype_of(ref: Any) -> Any:
+    return ir.MemRefType(ref.type).element_type
+
+
+def to_fp32(value: Any) -> Any:
+    f32 = ir.F32Type.get()
+    return value if value.type == f32 else arith.extf(f32, value)
+
+
+def narrowed(value: Any, dtype: Any) -> Any:
+    return value if value.type == dtype else arith.truncf(dtype, value)
+
+
+def ptx(instruction: str) -> None:
+    """One PTX instruction without operands."""
+
+    @inline_mlir()
+    def run() -> None:
+        mgpu_utils.inline_ptx(instruction, has_side_effects=True)
+
+    run()
+
+
+# Loads and stores of lanes, and barriers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +252,8 @@ def load_lanes(
 
     @inline_mlir(REF, returns=(row_type(1),) * count)
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
         pointer = pointer_of_lane(source, offsets)
-        loaded = load_elements(pointer, dtype, count, vec, to_fp32, volatile=volatile)
+        loaded = load_elements(pointer, dtype_of(source), count, vec, to_fp32, volatile=volatile)
         return tuple(map(fragmented, loaded))
 
     return list(load(ref))
@@ -119,9 +271,8 @@ def store_lanes(ref: Any, offsets: LaneOffsets, values: Sequence[jax.Array]) -> 
 
     @inline_mlir(REF, *[ROW] * len(values))
     def store(target: Any, *arrays: Any) -> None:
-        dtype = ir.MemRefType(target.type).element_type
         pointer = pointer_of_lane(target, offsets)
-        scalars = [narrowed(lane_value(a), dtype) for a in arrays]
+        scalars = [narrowed(lane_value(a), dtype_of(target)) for a in arrays]
         store_elements(pointer, scalars, vec)
 
     store(ref, *map(laid_out, values))
@@ -135,9 +286,8 @@ def load_short_row(ref: Any) -> jax.Array:
 
     @inline_mlir(REF, returns=row_type(1))
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
-        value = llvm.load(dtype, _in_short_row(source), alignment=ref.dtype.itemsize)
-        return fragmented(to_fp32(value))
+        where = _in_short_row(source)
+        return fragmented(to_fp32(llvm.load(dtype_of(source), where, alignment=ref.dtype.itemsize)))
 
     return load(ref)
 
@@ -153,9 +303,8 @@ def store_short_row(ref: Any, value: jax.Array) -> None:
 
     @inline_mlir(REF, ROW)
     def store(target: Any, value: Any) -> None:
-        dtype = ir.MemRefType(target.type).element_type
-        element = narrowed(lane_value(value), dtype)
-        llvm.store(element, _in_short_row(target), alignment=ref.dtype.itemsize)
+        scalar = narrowed(lane_value(value), dtype_of(target))
+        llvm.store(scalar, _in_short_row(target), alignment=ref.dtype.itemsize)
 
     store(ref, laid_out(value))
 
@@ -255,8 +404,8 @@ def join_lanes(parts: Sequence[jax.Array]) -> jax.Array:
 
 def pointer_of_lane(ref: Any, offsets: LaneOffsets) -> Any:
     """This lane's pointer into `ref`, in a kernel's MLIR."""
-    dtype = ir.MemRefType(ref.type).element_type
-    return mgpu_utils.getelementptr(mgpu_utils.memref_ptr(ref), [offsets.of_this_lane()], dtype)
+    pointer = mgpu_utils.memref_ptr(ref)
+    return mgpu_utils.getelementptr(pointer, [offsets.of_this_lane()], dtype_of(ref))
 
 
 # Sums within a lane and within a warp, and other arithmetic on a lane's registers, in MLIR
@@ -272,15 +421,7 @@ def sum_in_lanes(values: Sequence[jax.Array], vec: int) -> jax.Array:
       values: fp32, in ``WG_STRIDED`` by `vec`.
       vec: neighbouring elements of a lane.
     """
-    if interpreted():
-        return sum((v.reshape(-1, LANES, vec).sum((0, 2)) for v in values), jnp.zeros(LANES))
-    layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
-
-    @inline_mlir(*layouts, returns=row_type(1))
-    def add(*arrays: Any) -> Any:
-        return _sum_in_two_strands(_all_elements(arrays))
-
-    return add(*values)
+    return _sum_in_lanes(values, vec)
 
 
 def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -> jax.Array:
@@ -288,30 +429,28 @@ def squares_in_lanes(values: Sequence[jax.Array], center: jax.Array, vec: int) -
 
     `values` are as for :func:`sum_in_lanes`.
     """
+    return _sum_in_lanes(values, vec, center)
+
+
+def _sum_in_lanes(values: Sequence[jax.Array], vec: int, *center: jax.Array) -> jax.Array:
     if interpreted():
         held = jnp.concatenate([v.reshape(-1, LANES, vec) for v in values])
-        return ((held - center[:, None]) ** 2).sum((0, 2))
+        return (held if not center else (held - center[0][:, None]) ** 2).sum((0, 2))
     layouts = [plgpu.Layout.WG_STRIDED(v.shape, vec_size=vec) for v in values]
+    contract = arith.FastMathFlags.contract
 
-    @inline_mlir(ROW, *layouts, returns=row_type(1))
+    @inline_mlir([ROW] * len(center), *layouts, returns=row_type(1))
     def add(center: Any, *arrays: Any) -> Any:
-        middle = lane_value(center)
-        apart = [arith.subf(v, middle) for v in _all_elements(arrays)]
-        contract = arith.FastMathFlags.contract
-        return _sum_in_two_strands([arith.mulf(d, d, fastmath=contract) for d in apart])
+        middle = [lane_value(row) for row in center]
+        found = [v for a in arrays for register in a.registers.flat for v in elements(register)]
+        if middle:
+            apart = [arith.subf(v, *middle) for v in found]
+            found = [arith.mulf(d, d, fastmath=contract) for d in apart]
+        plus = functools.partial(arith.addf, fastmath=contract)
+        strands = [functools.reduce(plus, found[i::2]) for i in range(min(2, len(found)))]
+        return fragmented(functools.reduce(arith.addf, strands))
 
-    return add(center, *values)
-
-
-def _all_elements(arrays: Sequence[Any]) -> list[Any]:
-    return [v for a in arrays for register in a.registers.flat for v in elements(register)]
-
-
-def _sum_in_two_strands(values: list[Any]) -> Any:
-    """Sums every second value, and the others, and adds the two; as a row of the lanes' sums."""
-    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    strands = [functools.reduce(add, values[i::2]) for i in range(min(2, len(values)))]
-    return fragmented(functools.reduce(arith.addf, strands))
+    return add(list(center), *values)
 
 
 def largest_of_warp(x: jax.Array) -> jax.Array:
@@ -396,3 +535,88 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+# From one block of a cluster to others; not for the interpreter
+
+
+def start_arrivals(refs: Sequence[Any]) -> None:
+    """Makes `refs`, each (2,) int32 in shared memory, mbarriers of bytes that blocks send.
+
+    At the start of a kernel; then in every round :func:`expect_arrivals`, :func:`send_in_cluster`
+    of all that is expected, and :func:`wait_for_arrivals`. That neither fences nor waits for other
+    writes, as a barrier of the cluster would.
+    """
+
+    @inline_mlir(*[REF] * len(refs))
+    def start(*refs: Any) -> None:
+        for ref in refs:
+            nvvm.mbarrier_init(mgpu_utils.memref_ptr(ref), i32(1), predicate=_first_thread())
+
+    start(*refs)
+    ptx("fence.mbarrier_init.release.cluster;")
+    ptx("barrier.cluster.arrive.aligned;")
+    ptx("barrier.cluster.wait.aligned;")
+
+
+def expect_arrivals(ref: Any, nbytes: int) -> None:
+    """Sets how many bytes this block receives in this round."""
+
+    @inline_mlir(REF)
+    def expect(ref: Any) -> None:
+        mgpu_utils.inline_ptx(
+            f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {nbytes};",
+            _shared_address(mgpu_utils.memref_ptr(ref)),
+            predicate=_first_thread(),
+            has_side_effects=True,
+        )
+
+    expect(ref)
+
+
+def send_in_cluster(
+    ref: Any, arrivals: Any, offsets: LaneOffsets, value: jax.Array, *, parts: int, blocks: int
+) -> None:
+    """Stores `value` (LANES,), fp32, to the shared memory of all `blocks` of a cluster.
+
+    Lane l of each warp stores 4 bytes to block ⌊l / parts⌋ while there is one, at its offset in
+    that block's `ref`, which that block's `arrivals` counts.
+    """
+
+    @inline_mlir(REF, REF, ROW)
+    def send(target: Any, arrivals: Any, value: Any) -> None:
+        lane = arith.andi(mgpu_utils.thread_idx(), i32(31))
+        block = arith.divui(lane, i32(parts))
+        there = [
+            _shared_address(nvvm.mapa(llvm.PointerType.get(7), pointer, block))
+            for pointer in (pointer_of_lane(target, offsets), mgpu_utils.memref_ptr(arrivals))
+        ]
+        mgpu_utils.inline_ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [$0], $2, [$1];",
+            *there,
+            lane_value(value),
+            predicate=arith.cmpi(arith.CmpIPredicate.ult, lane, i32(parts * blocks)),
+            has_side_effects=True,
+        )
+
+    send(ref, arrivals, value)
+
+
+def wait_for_arrivals(ref: Any, parity: jax.Array) -> None:
+    """Waits until all bytes of a round are there; `parity` is 0 in the first round, then 1, 0 …"""
+
+    @inline_mlir(REF, SCALAR)
+    def wait(ref: Any, parity: Any) -> None:
+        nvvm.mbarrier_try_wait_parity(
+            mgpu_utils.memref_ptr(ref), parity.registers.item(), i32(10_000_000)
+        )
+
+    wait(ref, parity)
+
+
+def _first_thread() -> Any:
+    return arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), i32(0))
+
+
+def _shared_address(pointer: Any) -> Any:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), pointer)

@@ -20,6 +20,7 @@ LANES = 128
 one scratch for such sums per block, and two warpgroups would race for it."""
 
 
+@dataclasses.dataclass(eq=False)
 class GridAxis:
     """The name of a grid axis, equal to itself alone.
 
@@ -27,11 +28,7 @@ class GridAxis:
     ``lax.axis_index`` then silently gives the device's index: a string is never safe.
     """
 
-    def __init__(self, label: str):
-        self.label = label
-
-    def __repr__(self) -> str:
-        return f"GridAxis({self.label!r})"
+    label: str
 
 
 def grid_axes(*labels: str) -> tuple[Any, ...]:

@@ -22,8 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core.target import interpreted
+from jaxkern.mosaic.lanes import REF, VECTOR_BYTES, dtype_of, element, elements, i32, inline_mlir
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import REF, VECTOR_BYTES, element, elements, i32, inline_mlir
 from jaxkern.mosaic.tiles import (
     UNIT,
     UNITS,
@@ -32,7 +32,6 @@ from jaxkern.mosaic.tiles import (
     Tile,
     bits_of,
     by_wgmma,
-    dtype_of,
     from_quads,
     narrowed_to,
     shape_of,

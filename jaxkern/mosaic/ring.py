@@ -22,9 +22,8 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.lanes import REF, VECTOR_BYTES, i32, inline_mlir, ptx, sync_warpgroup
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import REF, VECTOR_BYTES, i32, inline_mlir, ptx
 
 
 @dataclasses.dataclass(frozen=True)

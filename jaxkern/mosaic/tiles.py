@@ -27,20 +27,21 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.lanes import sync_warpgroup
-from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     REF,
     ROW,
     VECTOR_BYTES,
+    dtype_of,
     element,
     i32,
     inline_mlir,
     lane_value,
     ptx,
     scalar_type,
+    sync_warpgroup,
 )
-from jaxkern.mosaic.ring import close_copies, start_copy
+from jaxkern.mosaic.launch import LANES, launch_named, num_sms, shared_memory
+from jaxkern.mosaic.ring import close_copies, release_stage, start_copy, wait_for_copy
 from jaxkern.mosaic.wgmma import ACCUMULATOR_ROWS, TILE, without_wgmma
 
 UNIT = 8
@@ -125,10 +126,7 @@ def by_wgmma() -> bool:
 
 def sync_tiles() -> None:
     """Waits for the other lanes, whose stores to tiles are then there for products."""
-    if by_wgmma():
-        plgpu.commit_smem()
-    else:
-        sync_warpgroup()
+    release_stage(by_lanes=not by_wgmma())
 
 
 type Tiles = dict[str, tuple[tuple[int, ...], Any]]
@@ -184,12 +182,7 @@ def wait_for_copies(barrier: Any = None, later: int = 0) -> None:
 
     Where lanes copy, it is waited for all groups but `later`, and for the other lanes.
     """
-    if by_wgmma():
-        plgpu.barrier_wait(barrier)
-        return
-    if not interpreted():
-        ptx(f"cp.async.wait_group {later};")
-    sync_tiles()
+    wait_for_copy(barrier, later)
 
 
 def _is_tile(dtype: Any) -> bool:
@@ -332,17 +325,18 @@ class Handoffs:
 
     def give(self, smem: Any, name: str) -> None:
         """Lets the other warpgroup go on."""
-        if interpreted():
-            plgpu.barrier_arrive(smem.handoffs.at[self.names.index(name)])
-            return
-        ptx(f"bar.arrive {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+        self._at(smem, name, plgpu.barrier_arrive, "bar.arrive")
 
     def take(self, smem: Any, name: str) -> None:
         """Waits for the other warpgroup."""
+        self._at(smem, name, plgpu.barrier_wait, "bar.sync")
+
+    def _at(self, smem: Any, name: str, interpret: Callable[[Any], None], do: str) -> None:
+        number = self.names.index(name)
         if interpreted():
-            plgpu.barrier_wait(smem.handoffs.at[self.names.index(name)])
-            return
-        ptx(f"bar.sync {_FIRST_BARRIER + self.names.index(name)}, {2 * LANES};")
+            interpret(smem.handoffs.at[number])
+        else:
+            ptx(f"{do} {_FIRST_BARRIER + number}, {2 * LANES};")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -470,9 +464,9 @@ def load_left(
         flat = registers.reshape(-1, 2)
         kind = ir.VectorType.get((2,), dtype_of(ref))
         for k in range(count // 16):
-            loaded = left.columns(first // 16 + k)
-            for n, value in enumerate(loaded):
-                flat[2 * k + n // 2, n % 2] = vector.bitcast(kind, _as_vector(value))
+            for n, word in enumerate(left.columns(first // 16 + k)):
+                value = vector.from_elements(ir.VectorType.get((1,), word.type), [word])
+                flat[2 * k + n // 2, n % 2] = vector.bitcast(kind, value)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
         )
@@ -667,14 +661,6 @@ def narrowed_to(register: Any, dtype: Any) -> Any:
     """A pair of elements, rounded to `dtype` if it is narrower."""
     kind = ir.VectorType.get((2,), dtype)
     return register if register.type == kind else arith.truncf(kind, register)
-
-
-def _as_vector(word: Any) -> Any:
-    return vector.from_elements(ir.VectorType.get((1,), word.type), [word])
-
-
-def dtype_of(ref: Any) -> Any:
-    return ir.MemRefType(ref.type).element_type
 
 
 def _units(outside: Any, tile: Any) -> Iterator[tuple[Any, Any]]:

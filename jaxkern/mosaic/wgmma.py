@@ -24,18 +24,22 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 from jaxkern.core import target
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.arithmetic import widened
-from jaxkern.mosaic.lanes import LaneOffsets, pointer_of_lane, store_lanes, sum_lanes
-from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import (
+from jaxkern.mosaic.lanes import (
     REF,
     VECTOR_BYTES,
+    LaneOffsets,
+    dtype_of,
     element,
     elements,
     fragmented,
     i32,
     inline_mlir,
+    pointer_of_lane,
     row_type,
+    store_lanes,
+    sum_lanes,
 )
+from jaxkern.mosaic.launch import LANES
 
 WARPS = 4
 """Warps of a warpgroup, each with 16 of the rows of an accumulator."""
@@ -354,14 +358,13 @@ def load_own(ref: Any) -> Any:
 
     @inline_mlir(REF, returns=plgpu.ShapeDtypeStruct(shape, ref.dtype, layout=TILE))
     def load(source: Any) -> Any:
-        dtype = ir.MemRefType(source.type).element_type
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         flat = registers.reshape(-1)
         for vector_of_lane, address in _vectors_of_lane(source):
-            kind = ir.VectorType.get((vector_of_lane.stop - vector_of_lane.start,), dtype)
+            first, last = vector_of_lane.start, vector_of_lane.stop
+            kind = ir.VectorType.get((last - first,), dtype_of(source))
             values = llvm.load(kind, address, alignment=VECTOR_BYTES)
-            first = vector_of_lane.start
-            for k in range(first, vector_of_lane.stop, 2):
+            for k in range(first, last, 2):
                 pair = slice(k - first, k - first + 2)
                 flat[k // 2] = mgpu_utils.vector_slice(values, pair)
         return mgpu.FragmentedArray(

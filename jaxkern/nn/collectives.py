@@ -35,20 +35,11 @@ def add_parts(x: Any, axis: Axis) -> Any:
     return enter(leave(x, axis), axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _enter(x, axis):
-    del axis
-    return x
-
-
+_enter = jax.custom_vjp(lambda x, _: x, nondiff_argnums=(1,))
 _enter.defvjp(lambda x, axis: (x, None), lambda axis, _, dout: (lax.psum(dout, axis),))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _leave(x, axis):
-    return lax.psum(x, axis)
-
-
+_leave = jax.custom_vjp(lax.psum, nondiff_argnums=(1,))
 _leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dout: (dout,))
 
 

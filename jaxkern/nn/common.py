@@ -5,18 +5,27 @@ layer on functions of arrays, which are the same for every library.
 """
 
 import dataclasses
+import functools
+import inspect
+import itertools
 import math
-import numbers
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
 
 import jaxkern
-from jaxkern.core.arguments import check_axis_names, check_dtype, check_flag
+from jaxkern.core.arguments import (
+    check_axis_names,
+    check_dtype,
+    check_flag,
+    check_integer,
+    check_number,
+)
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn.collectives import leave
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
@@ -161,6 +170,89 @@ class Block(NamedTuple):
                 )
 
 
+class SizeOptions(TypedDict, total=False):
+    """The options of the blocks' dimensions; each kind of block takes those of its `sizes`."""
+
+    d_state: int
+    d_conv: int
+    expand: int
+    dt_rank: int | None
+    headdim: int
+    ngroups: int
+    norm_groups: int | None
+    norm_eps: float
+    dt_limit: tuple[float, float]
+    num_heads: int | None
+    num_key_heads: int | None
+    d_key: int
+    d_value: int
+    gate_rank: int | None
+    use_bias: bool
+    use_conv_bias: bool
+
+
+def takes_sizes[F: Callable[..., None]](init: F, block: Block) -> F:
+    """The ``__init__`` of a layer of `block`: `init`, its ``**sizes`` the options of the block's.
+
+    They are named in its signature, and in errors the layer is.
+    """
+    own, of_sizes = (inspect.signature(f).parameters.values() for f in (init, block.sizes))
+    first, _, *others, _ = own  # without d_model, which is one of the sizes, and **sizes
+    signature = inspect.Signature([first, *of_sizes, *others])
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            signature.bind_partial(self, *args, **options)  # what is wrong before what is missing
+            signature.bind(self, *args, **options)
+        except TypeError as error:
+            raise TypeError(f"{type(self).__name__}.__init__() {error}") from None
+        init(self, *args, **options)
+
+    found: Any = checked
+    found.__signature__ = signature
+    return found
+
+
+class BlockCalls:
+    """The calls of a layer of a kind of block, `_block`, which has `_weights` and `_sizes`."""
+
+    _block: ClassVar[Block]
+
+    @overload
+    def __call__(
+        self: Any, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
+    ) -> tuple[jax.Array, Any]: ...
+
+    @overload
+    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> jax.Array: ...
+
+    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
+        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
+
+        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
+        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
+        :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
+        :func:`jaxkern.nn.delta_net.delta_net`.
+        """
+        options |= {"dtype": self.dtype, "implementation": self.implementation}
+        return self._block.apply(self._weights(), self._sizes(), x, cache, **options)
+
+    def step(self: Any, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
+        """One token: x (B, D) -> the same shape, and the next cache.
+
+        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
+        """
+        how: Any = {"dtype": self.dtype, "implementation": self.implementation, "layer": layer}
+        return self._block.step(self._weights(), self._sizes(), x, cache, **how)
+
+    def init_cache(self: Any, batch_size: int) -> Any:
+        """The cache before the first token."""
+        dtype = jnp.float32 if self.dtype is None else self.dtype
+        return self._block.init_cache(self._sizes(), batch_size, dtype)
+
+
 # What the kinds of block share
 
 
@@ -172,19 +264,13 @@ def check_sizes(sizes: Any) -> None:
       ValueError: a whole number is less than 1, or another number not above 0 and finite.
     """
     for field in dataclasses.fields(sizes):
-        name, kind = field.name, field.type
-        value: Any = getattr(sizes, name)
-        if kind not in _KINDS:
-            continue
-        right, wanted = _KINDS[kind]
-        if not isinstance(value, right) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"{name} must be {wanted}, got {value!r}")
-        if kind is bool or value is None:
-            continue
-        if kind is float and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value!r}")
-        if kind is not float and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value!r}")
+        name, kind, value = field.name, field.type, getattr(sizes, field.name)
+        if kind is bool:
+            check_flag(name, value)
+        elif kind is float:
+            check_number(name, value, above=0)
+        elif kind is int or (kind == int | None and value is not None):
+            check_integer(name, value, minimum=1, optional=kind is not int)
 
 
 def check_divides(name: str, value: int, whole_name: str, whole: int) -> None:
@@ -208,15 +294,6 @@ def check_options(axis_name: Any, **flags: Any) -> None:
         check_flag(name, flag)
 
 
-_KINDS: dict[Any, tuple[Any, str]] = {
-    int: (numbers.Integral, "a whole number"),
-    int | None: ((numbers.Integral, type(None)), "a whole number or None"),
-    float: (numbers.Real, "a number"),
-    bool: (bool, "True or False"),
-}
-"""The types of a field of a block's dimensions: what their values are, and how an error says it."""
-
-
 Initializer = Callable[[Any, tuple[int, ...], Any], jax.Array]
 """A function (key, shape, dtype) -> initial values."""
 
@@ -229,14 +306,7 @@ def uniform(bound: float) -> Initializer:
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
 
-def zeros(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.zeros(shape, dtype)
-
-
-def ones(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    del key
-    return jnp.ones(shape, dtype)
+zeros, ones = jax.nn.initializers.zeros, jax.nn.initializers.ones
 
 
 def dt_bias(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -275,21 +345,67 @@ def project_out(
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
-def apart(x: jax.Array, count: int) -> list[jax.Array]:
-    """`count` copies of `x`, which XLA does not know to be the same.
+def project_in(
+    name: str, weights: Any, x: jax.Array, project: Callable[..., jax.Array], at: Any
+) -> list[jax.Array]:
+    """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
 
-    Of products that have an operand in common it would make one, and copy its parts.
+    Of one product the parts would be copied apart, and their gradients together. As XLA would make
+    one of several that have an operand in common, each has a copy, which XLA takes for another.
     """
-    copies = [x]
-    while len(copies) < count:  # equal barriers would be one: each is of the copy before
-        copies.append(jax.lax.optimization_barrier(copies[-1]))
-    return copies
+    count = len(at) + 1
+    # Equal barriers would be one: each is of the copy before.
+    barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
+    copies = [*itertools.accumulate(range(1, count), barrier, initial=x)]
+    columns = jnp.split(weights.in_proj, at, axis=-1)
+    biases = [None] * count if weights.in_bias is None else jnp.split(weights.in_bias, at)
+    return named(name, [project(*of) for of in zip(copies, columns, biases, strict=True)])
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
     """The convolution's weight (channels, W) and bias (channels,), in `dtype`."""
     bias = weights.conv_bias
     return weights.conv_weight.astype(dtype), None if bias is None else bias.astype(dtype)
+
+
+def convolved(
+    weights: Any, cache: Any, arrays: Sequence[jax.Array], at: list[int], options: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """The convolutions of `arrays`, channels from each of `at` on, and the cache's `conv` after."""
+    split = lambda a, axis: (
+        [None] * len(arrays) if a is None else jnp.split(a, at, axis=axis) if at else [a]
+    )
+    weight, bias = conv_filter(weights, arrays[0].dtype)
+    lasts = split(None if cache is None else cache.conv, -1)
+    found: Any = [
+        jaxkern.causal_conv1d(*of_array, activation="silu", initial_state=last, **options)
+        for *of_array, last in zip(arrays, split(weight, 0), split(bias, 0), lasts, strict=True)
+    ]
+    if not options["return_final_state"]:
+        return found, None
+    found, lasts = zip(*found, strict=True)
+    return found, jnp.concatenate(lasts, axis=-1)
+
+
+def convolved_step(
+    weights: Any, cache: Any, u: jax.Array, layer: Any, implementation: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The convolution of a token's channels `u`, and the cache's `conv` after it."""
+    return jaxkern.causal_conv1d_step(
+        cache.conv,
+        u,
+        *conv_filter(weights, u.dtype),
+        activation="silu",
+        layer=layer,
+        implementation=implementation_of_products(implementation),
+    )
+
+
+def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
+    """The cache `after` in the dtypes of the one that was given, so that a loop can carry it."""
+    if before is None:
+        return after
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), after, before)
 
 
 def decay_rates(weights: Any) -> jax.Array:

@@ -36,7 +36,6 @@ import numpy as np
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
-from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -267,29 +266,15 @@ def delta_net(
         "implementation": implementation,
     }
     at = [part.d_keys, 2 * part.d_keys]
-    lasts: Any = [None] * 3 if cache is None else jnp.split(cache.conv, at, axis=-1)
-    weight, bias = common.conv_filter(weights, x.dtype)
-    filters = jnp.split(weight, at), [None] * 3 if bias is None else jnp.split(bias, at)
-    conv: Any = None
-    convolved: Any = [
-        jaxkern.causal_conv1d(*arrays, activation="silu", initial_state=last, **options)
-        for *arrays, last in zip((q, k, v), *filters, lasts, strict=True)
-    ]
-    if return_cache:
-        convolved, lasts = zip(*convolved, strict=True)
-        conv = jnp.concatenate(lasts, axis=-1)
+    qkv, conv = common.convolved(weights, cache, [q, k, v], at, options)
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.gated_delta_rule(
-        *_in_heads(part, *convolved), g, beta, initial_state=state, qk_l2norm=True, **options
+        *_in_heads(part, *qkv), g, beta, initial_state=state, qk_l2norm=True, **options
     )
     if return_cache:
         y, state = y
     out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
-    if not return_cache:
-        return out
-    if cache is not None:  # so that a loop can carry it
-        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return out, Cache(conv, state)
+    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
 
 
 def delta_net_step(
@@ -314,14 +299,7 @@ def delta_net_step(
     wide_gate = isinstance(sizes, GatedDeltaNetSizes)
     at = np.cumsum([sizes.d_convolved, sizes.d_inner if wide_gate else 0])
     u, z, small = jnp.split(projected, at, axis=-1)
-    convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        u,
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
-        layer=layer,
-        implementation=common.implementation_of_products(implementation),
-    )
+    convolved, conv = common.convolved_step(weights, cache, u, layer, implementation)
     q, k, v = jnp.split(convolved, [sizes.d_keys, 2 * sizes.d_keys], axis=-1)
     z, g, beta = _gates(weights, sizes, z, small, project)
     y, state = jaxkern.gated_delta_rule_step(
@@ -353,18 +331,10 @@ def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
 def _project_in(
     weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
 ) -> list[Any]:
-    """q and k (…, G K), v (…, E), z (…, E) or of KDA ``None``, and the small columns as one array.
-
-    The large ones have products of their own: the parts of one would be copied apart, and their
-    gradients together.
-    """
+    """q and k (…, G K), v and z (…, E), of KDA no z but ``None``, and the small columns as one."""
     large = 4 if isinstance(sizes, GatedDeltaNetSizes) else 3
     at = np.cumsum([*sizes.columns.values()])[:large]
-    bias = weights.in_bias
-    biases = [None] * (large + 1) if bias is None else jnp.split(bias, at)
-    columns = jnp.split(weights.in_proj, at, axis=-1)
-    parts = zip(common.apart(x, large + 1), columns, biases, strict=True)
-    *inner, small = named("delta_in_proj", [project(*part) for part in parts])
+    *inner, small = common.project_in("delta_in_proj", weights, x, project, at)
     return [*inner, *[None] * (4 - large), small]
 
 

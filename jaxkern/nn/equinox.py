@@ -17,7 +17,7 @@ module as it does any pytree: ``policy.cast_to_compute(layer)(x)``.
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,14 @@ import optax
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import delta_net, mamba, mamba2
-from jaxkern.nn.common import Block, dtype_reason, implementation_of_products, left_to_parent
+from jaxkern.nn.common import (
+    Block,
+    SizeOptions,
+    dtype_reason,
+    implementation_of_products,
+    left_to_parent,
+    takes_sizes,
+)
 from jaxkern.optim.transforms import apply
 from jaxkern.precision import LossScale
 
@@ -51,7 +58,17 @@ __all__ = [
 _ABSENT: Any = object()
 
 
-class RMSNorm(eqx.nn.RMSNorm):
+class _OnOps(eqx.Module):
+    """A layer of Equinox's with an `implementation` besides Equinox's own arguments."""
+
+    implementation: Implementation | None = eqx.field(static=True)
+
+    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
+        super().__init__(*args, **options)
+        self.implementation = implementation
+
+
+class RMSNorm(_OnOps, eqx.nn.RMSNorm):
     """``eqx.nn.RMSNorm`` on :func:`jaxkern.rms_norm`.
 
     Args:
@@ -68,18 +85,14 @@ class RMSNorm(eqx.nn.RMSNorm):
       dtype(bfloat16)
     """
 
-    implementation: Implementation | None = eqx.field(static=True)
-
-    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
-        super().__init__(*args, **options)
-        self.implementation = implementation
+    __init__ = _OnOps.__init__
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         return _normalised(self, jaxkern.rms_norm, super().__call__, x, state)
 
 
-class LayerNorm(eqx.nn.LayerNorm):
+class LayerNorm(_OnOps, eqx.nn.LayerNorm):
     """``eqx.nn.LayerNorm`` on :func:`jaxkern.layer_norm`.
 
     Args:
@@ -89,18 +102,14 @@ class LayerNorm(eqx.nn.LayerNorm):
       **options: likewise.
     """
 
-    implementation: Implementation | None = eqx.field(static=True)
-
-    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
-        super().__init__(*args, **options)
-        self.implementation = implementation
+    __init__ = _OnOps.__init__
 
     def __call__(self, x: jax.Array, state: Any = _ABSENT, *, key: Any = None) -> Any:
         """x, any axes and those of `shape` -> the same shape; a `state` is handed through."""
         return _normalised(self, jaxkern.layer_norm, super().__call__, x, state)
 
 
-class Dropout(eqx.nn.Dropout):
+class Dropout(_OnOps, eqx.nn.Dropout):
     """``eqx.nn.Dropout`` on :func:`jaxkern.dropout`, which stores no mask.
 
     The mask is drawn by another generator than Equinox's, so that it is another one for the same
@@ -114,11 +123,7 @@ class Dropout(eqx.nn.Dropout):
       **options: likewise.
     """
 
-    implementation: Implementation | None = eqx.field(static=True)
-
-    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
-        super().__init__(*args, **options)
-        self.implementation = implementation
+    __init__ = _OnOps.__init__
 
     def __call__(
         self, x: jax.Array, *, key: Any = None, inference: bool | None = None, **deprecated: Any
@@ -135,7 +140,7 @@ class Dropout(eqx.nn.Dropout):
         return jaxkern.dropout(x, rate, key, implementation=self.implementation)
 
 
-class Linear(eqx.nn.Linear):
+class Linear(_OnOps, eqx.nn.Linear):
     """``eqx.nn.Linear`` on :func:`jaxkern.linear`.
 
     Args:
@@ -147,11 +152,7 @@ class Linear(eqx.nn.Linear):
       key: from which the initial values are drawn.
     """
 
-    implementation: Implementation | None = eqx.field(static=True)
-
-    def __init__(self, *args: Any, implementation: Implementation | None = None, **options: Any):
-        super().__init__(*args, **options)
-        self.implementation = implementation
+    __init__ = _OnOps.__init__
 
     def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
         """x (..., in_features) -> (..., out_features)."""
@@ -219,15 +220,17 @@ class _BlockLayer(eqx.Module):
     implementation: Implementation | None = eqx.field(static=True)
     _block: ClassVar[Block]
 
-    def _build(
+    def __init__(
         self,
-        sizes: Any,
-        n_layers: int,
-        dtype: Any,
-        implementation: Implementation | None,
+        d_model: int,
+        *,
+        n_layers: int = 1,
+        dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         key: jax.Array,
-    ) -> None:
-        self.sizes = sizes
+        **sizes: Unpack[SizeOptions],
+    ):
+        self.sizes = self._block.sizes(d_model, **sizes)
         inits = self._block.initializers(self.sizes, n_layers)
         keys = dict(zip(inits, jax.random.split(key, len(inits)), strict=True))
         weights = {name: init(keys[name], shape, dtype) for name, (init, shape) in inits.items()}
@@ -310,37 +313,7 @@ class Mamba(_BlockLayer):
     """
 
     _block = mamba.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        key: jax.Array,
-    ):
-        self._build(
-            mamba.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                dt_rank=dt_rank,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            implementation,
-            key,
-        )
+    __init__ = takes_sizes(_BlockLayer.__init__, _block)
 
 
 class Mamba2(_BlockLayer):
@@ -366,45 +339,7 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 128,
-        d_conv: int = 4,
-        expand: int = 2,
-        headdim: int = 64,
-        ngroups: int = 1,
-        norm_groups: int | None = None,
-        norm_eps: float = 1e-5,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        key: jax.Array,
-    ):
-        self._build(
-            mamba2.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                headdim=headdim,
-                ngroups=ngroups,
-                norm_groups=norm_groups,
-                norm_eps=norm_eps,
-                dt_limit=dt_limit,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            implementation,
-            key,
-        )
+    __init__ = takes_sizes(_BlockLayer.__init__, _block)
 
 
 class GatedDeltaNet(_BlockLayer):
@@ -416,7 +351,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -432,41 +367,7 @@ class GatedDeltaNet(_BlockLayer):
     """
 
     _block = delta_net.GATED_DELTA_NET
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        num_key_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        key: jax.Array,
-    ):
-        self._build(
-            delta_net.GatedDeltaNetSizes(
-                d_model,
-                num_heads=num_heads,
-                num_key_heads=num_key_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            implementation,
-            key,
-        )
+    __init__ = takes_sizes(_BlockLayer.__init__, _block)
 
 
 class KimiDeltaAttention(_BlockLayer):
@@ -477,7 +378,7 @@ class KimiDeltaAttention(_BlockLayer):
     Args:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
       dtype: of the parameters.
       key: from which the initial values are drawn.
 
@@ -493,41 +394,7 @@ class KimiDeltaAttention(_BlockLayer):
     """
 
     _block = delta_net.KIMI_DELTA_ATTENTION
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        gate_rank: int | None = None,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        key: jax.Array,
-    ):
-        self._build(
-            delta_net.KimiDeltaAttentionSizes(
-                d_model,
-                num_heads=num_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                gate_rank=gate_rank,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            implementation,
-            key,
-        )
+    __init__ = takes_sizes(_BlockLayer.__init__, _block)
 
 
 def apply_gradients[Model](

@@ -12,9 +12,8 @@ NotImplementedError with the reason.
 :class:`jaxkern.precision.Policy`: ``dtype=policy.compute, param_dtype=policy.params``.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -210,65 +209,33 @@ class SwiGLU(nnx.Module):
         return self.down_proj(jaxkern.swiglu(gate, up, implementation=self.implementation))
 
 
-class _BlockLayer(nnx.Module):
+class _BlockLayer(common.BlockCalls, nnx.Module):
     """A layer of a kind of block, `_block`, that holds its parameters by their names."""
 
-    _block: ClassVar[common.Block]
-
-    def _build(
+    def __init__(
         self,
-        sizes: Any,
-        n_layers: int,
-        dtype: Any,
-        param_dtype: Any,
-        implementation: Implementation | None,
+        d_model: int,
+        *,
+        n_layers: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        implementation: Implementation | None = None,
         rngs: nnx.Rngs,
-    ) -> None:
-        self.sizes = sizes
+        **sizes: Unpack[common.SizeOptions],
+    ):
+        self.sizes = self._block.sizes(d_model, **sizes)
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.implementation: Implementation | None = implementation
         for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 
-    @overload
-    def __call__(
-        self, x: jax.Array, cache: Any = None, *, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
-
-    @overload
-    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> jax.Array: ...
-
-    def __call__(self, x: jax.Array, cache: Any = None, **options: Any) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
-
-        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
-        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
-        :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
-        :func:`jaxkern.nn.delta_net.delta_net`.
-        """
-        return self._block.apply(self._weights(), self.sizes, x, cache, **self._how(), **options)
-
-    def step(self, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
-        """One token: x (B, D) -> the same shape, and the next cache.
-
-        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
-        """
-        how = self._how() | {"layer": layer}
-        return self._block.step(self._weights(), self.sizes, x, cache, **how)
-
-    def init_cache(self, batch_size: int) -> Any:
-        """The cache before the first token."""
-        dtype = jnp.float32 if self.dtype is None else self.dtype
-        return self._block.init_cache(self.sizes, batch_size, dtype)
-
     def _weights(self) -> Any:
         names = self._block.weights._fields
         return self._block.weights(*(_value(getattr(self, name, None)) for name in names))
 
-    def _how(self) -> dict[str, Any]:
-        return {"dtype": self.dtype, "implementation": self.implementation}
+    def _sizes(self) -> Any:
+        return self.sizes
 
 
 class Mamba(_BlockLayer):
@@ -301,39 +268,7 @@ class Mamba(_BlockLayer):
     """
 
     _block = mamba.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: int | None = None,
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                dt_rank=dt_rank,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class Mamba2(_BlockLayer):
@@ -345,13 +280,8 @@ class Mamba2(_BlockLayer):
       d_model, d_state, d_conv, expand, headdim, ngroups: as :class:`jaxkern.nn.mamba2.Sizes` has
         them.
       norm_groups, norm_eps, dt_limit, use_bias, use_conv_bias: likewise.
-      n_layers: blocks that add to one residual stream; the output projection begins smaller by its
-        root.
-      dtype: of the products; by default what input and parameters promote to.
-      param_dtype: of the parameters.
-      implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.ssd` says what its kernels take.
-      rngs: where the initial values are drawn from.
 
     Example:
       >>> import jax.numpy as jnp
@@ -369,47 +299,7 @@ class Mamba2(_BlockLayer):
     """
 
     _block = mamba2.BLOCK
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        d_state: int = 128,
-        d_conv: int = 4,
-        expand: int = 2,
-        headdim: int = 64,
-        ngroups: int = 1,
-        norm_groups: int | None = None,
-        norm_eps: float = 1e-5,
-        dt_limit: tuple[float, float] = (0.0, math.inf),
-        use_bias: bool = False,
-        use_conv_bias: bool = True,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            mamba2.Sizes(
-                d_model,
-                d_state=d_state,
-                d_conv=d_conv,
-                expand=expand,
-                headdim=headdim,
-                ngroups=ngroups,
-                norm_groups=norm_groups,
-                norm_eps=norm_eps,
-                dt_limit=dt_limit,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class GatedDeltaNet(_BlockLayer):
@@ -422,7 +312,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.gated_delta_rule` says what its kernels take.
 
     Example:
@@ -441,43 +331,7 @@ class GatedDeltaNet(_BlockLayer):
     """
 
     _block = delta_net.GATED_DELTA_NET
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        num_key_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            delta_net.GatedDeltaNetSizes(
-                d_model,
-                num_heads=num_heads,
-                num_key_heads=num_key_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class KimiDeltaAttention(_BlockLayer):
@@ -489,7 +343,7 @@ class KimiDeltaAttention(_BlockLayer):
     Args:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba2`;
+      n_layers, dtype, param_dtype, implementation, rngs: as for :class:`Mamba`;
         :func:`jaxkern.gated_delta_rule` says what its kernels take.
 
     Example:
@@ -508,43 +362,7 @@ class KimiDeltaAttention(_BlockLayer):
     """
 
     _block = delta_net.KIMI_DELTA_ATTENTION
-
-    def __init__(
-        self,
-        d_model: int,
-        *,
-        num_heads: int | None = None,
-        d_key: int = 128,
-        d_value: int = 128,
-        d_conv: int = 4,
-        gate_rank: int | None = None,
-        norm_eps: float = 1e-5,
-        use_bias: bool = False,
-        use_conv_bias: bool = False,
-        n_layers: int = 1,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
-        implementation: Implementation | None = None,
-        rngs: nnx.Rngs,
-    ):
-        self._build(
-            delta_net.KimiDeltaAttentionSizes(
-                d_model,
-                num_heads=num_heads,
-                d_key=d_key,
-                d_value=d_value,
-                d_conv=d_conv,
-                gate_rank=gate_rank,
-                norm_eps=norm_eps,
-                use_bias=use_bias,
-                use_conv_bias=use_conv_bias,
-            ),
-            n_layers,
-            dtype,
-            param_dtype,
-            implementation,
-            rngs,
-        )
+    __init__ = common.takes_sizes(_BlockLayer.__init__, _block)
 
 
 class Optimizer[Model](nnx.Optimizer[Model]):

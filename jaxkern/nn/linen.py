@@ -10,7 +10,7 @@ float16 and float32, other axes, masks, named axes, dropout masks that are broad
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, overload
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -200,14 +200,16 @@ class SwiGLU(nn.Module):
         return dense(x.shape[-1], "down_proj")(hidden)
 
 
-class _BlockLayer(nn.Module):
+class _BlockLayer(common.BlockCalls, nn.Module):
     """A layer of a kind of block, `_block`.
 
     The attributes of its subclasses are the fields of the block's `Sizes`, `n_layers`, `dtype`,
     `param_dtype` and `implementation`.
     """
 
-    _block: ClassVar[common.Block]
+    # Its own, as linen looks after no inherited ones; init_cache needs no parameters.
+    __call__ = common.BlockCalls.__call__
+    step = common.BlockCalls.step
 
     def setup(self: Any):
         inits = self._block.initializers(self._sizes(), self.n_layers)
@@ -217,37 +219,9 @@ class _BlockLayer(nn.Module):
         }
         self.weights = self._block.weights_from(params)
 
-    @overload
-    def __call__(
-        self: Any, *args: Any, return_cache: Literal[True], **options: Any
-    ) -> tuple[jax.Array, Any]: ...
-
-    @overload
-    def __call__(self: Any, *args: Any, **options: Any) -> jax.Array: ...
-
-    def __call__(self: Any, x: jax.Array, cache: Any = None, **options: Any) -> Any:
-        """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
-
-        The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change; and the others of :func:`jaxkern.nn.mamba.mamba`,
-        :func:`jaxkern.nn.mamba2.mamba2` and :func:`jaxkern.nn.delta_net.delta_net`.
-        """
-        options |= {"dtype": self.dtype, "implementation": self.implementation}
-        return self._block.apply(self.weights, self._sizes(), x, cache, **options)
-
-    def step(self: Any, x: jax.Array, cache: Any, *, layer: Any = None) -> tuple[jax.Array, Any]:
-        """One token: x (B, D) -> the same shape, and the next cache.
-
-        Of a `cache` with an axis of layers in front, `layer` says which is this block's.
-        """
-        how: Any = {"dtype": self.dtype, "implementation": self.implementation, "layer": layer}
-        return self._block.step(self.weights, self._sizes(), x, cache, **how)
-
     @nn.nowrap
-    def init_cache(self: Any, batch_size: int) -> Any:
-        """The cache before the first token."""
-        dtype = jnp.float32 if self.dtype is None else self.dtype
-        return self._block.init_cache(self._sizes(), batch_size, dtype)
+    def _weights(self: Any) -> Any:
+        return self.weights
 
     @nn.nowrap
     def _sizes(self) -> Any:
@@ -295,7 +269,7 @@ class Mamba2(_BlockLayer):
     Attributes:
       d_model, d_state, d_conv, expand, headdim, ngroups, norm_groups, norm_eps, dt_limit, use_bias,
         use_conv_bias: as :class:`jaxkern.nn.mamba2.Sizes` has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -334,7 +308,7 @@ class GatedDeltaNet(_BlockLayer):
       d_model, num_heads, num_key_heads, d_key, d_value, d_conv: as
         :class:`jaxkern.nn.delta_net.GatedDeltaNetSizes` has them.
       norm_eps, use_bias, use_conv_bias: as that class has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -371,7 +345,7 @@ class KimiDeltaAttention(_BlockLayer):
     Attributes:
       d_model, num_heads, d_key, d_value, d_conv, gate_rank, norm_eps, use_bias, use_conv_bias: as
         :class:`jaxkern.nn.delta_net.KimiDeltaAttentionSizes` has them.
-      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba2`.
+      n_layers, dtype, param_dtype, implementation: as for :class:`jaxkern.nn.flax.Mamba`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -495,7 +469,10 @@ def _normalised(
     if left_to_parent(layer, reason):
         return _plain(parent)(layer, x, mask=mask)
     params = [_param(layer, name, (jnp.shape(x)[-1],)) for name in names]
-    x, dtype = _promoted(layer.dtype, x, *params)
+    dtype = canonicalize_dtype(x, *params, dtype=layer.dtype)
+    x = jnp.asarray(x)
+    wide = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+    x = x.astype(jnp.promote_types(wide, dtype))  # so that the result is rounded once
     out = op(x, *params, eps=layer.epsilon, implementation=layer.implementation)
     return out.astype(dtype)
 
@@ -514,12 +491,3 @@ def _dtype_reason(layer: Any, x: Any, *names: str) -> str | None:
     inexact = x if jnp.issubdtype(x, jnp.inexact) else None
     dtypes = layer.dtype, layer.param_dtype, *map(jnp.result_type, stored)
     return common.dtype_reason(inexact, *dtypes)
-
-
-def _promoted(dtype: Any, x: Any, *params: Any) -> tuple[jax.Array, Any]:
-    """Casts `x` so that the result is rounded once; returns it and the dtype of flax's result."""
-    dtype = canonicalize_dtype(x, *params, dtype=dtype)
-    x = jnp.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        x = x.astype(jnp.float32)
-    return x.astype(jnp.promote_types(x.dtype, dtype)), dtype

@@ -176,24 +176,15 @@ def mamba(
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    # Two products, as the halves of one would be copied apart, and their gradients together.
-    to_u, to_z = jnp.split(weights.in_proj, 2, axis=-1)
-    of_u, of_z = (None, None) if weights.in_bias is None else jnp.split(weights.in_bias, 2)
-    for_u, for_z = common.apart(x, 2)
-    u = named("mamba_in_proj", project(for_u, to_u, of_u))  # (B, L, E)
-    z = named("mamba_in_proj", project(for_z, to_z, of_z))  # (B, L, E)
+    at = [weights.in_proj.shape[-1] // 2]
+    u, z = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) each
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
         "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
-    conv: Any = None if cache is None else cache.conv
-    u: Any = jaxkern.causal_conv1d(
-        u, *common.conv_filter(weights, u.dtype), activation="silu", initial_state=conv, **options
-    )
-    if return_cache:
-        u, conv = u
+    (u,), conv = common.convolved(weights, cache, [u], [], options)
     state: Any = None if cache is None else cache.scan
     arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
     step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
@@ -201,9 +192,8 @@ def mamba(
     if not return_cache:
         return common.project_out(project, y, weights, axis_name)
     y, state = y
-    if cache is not None:  # so that a loop can carry it
-        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return common.project_out(project, y, weights, axis_name), Cache(conv, state)
+    out = common.project_out(project, y, weights, axis_name)
+    return out, common.as_before(Cache(conv, state), cache)
 
 
 def mamba_step(
@@ -226,14 +216,7 @@ def mamba_step(
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
     u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
-    u, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        u,
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
-        layer=layer,
-        implementation=common.implementation_of_products(implementation),
-    )
+    u, conv = common.convolved_step(weights, cache, u, layer, implementation)
     arrays: Any = u, *_parameters(weights, sizes, u, project), z
     options: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True, "layer": layer}
     options |= {"implementation": common.implementation_of_products(implementation)}

@@ -18,7 +18,6 @@ the paper's own code.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +26,6 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
-from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -125,24 +123,12 @@ class Sizes:
         return self.d_inner + 2 * self.d_bc
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part(Sizes):
-    """The dimensions of a device's part of a block, `inner` channels of it."""
-
-    inner: int = dataclasses.field(kw_only=True)
-
-    @property
-    def d_inner(self) -> int:
-        """The inner channels of this device."""
-        return self.inner
-
-
 def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
-    """The dimensions of the part of a block that `weights` are, by their shapes."""
+    """The dimensions of the part of a block that `weights` are, by their shapes: as if D were E."""
     inner = weights.norm_weight.shape[-1]
     groups = (weights.conv_weight.shape[0] - inner) // (2 * sizes.d_state)
-    whole = {field.name: getattr(sizes, field.name) for field in dataclasses.fields(sizes)}
-    return _Part(**(whole | {"ngroups": groups, "norm_groups": None, "inner": inner}))
+    of_part: dict[str, Any] = {"d_model": inner, "expand": 1, "ngroups": groups}
+    return dataclasses.replace(sizes, **of_part, norm_groups=None)
 
 
 def initializers(sizes: Sizes, n_layers: int = 1) -> dict[str, Initial]:
@@ -207,26 +193,16 @@ def mamba2(
     project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    z, u, v, dt = _project_in(weights, part, x, project)
+    at = [part.d_inner, 2 * part.d_inner]
+    z, u, small = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) two
+    v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)  # (B, L, 2 G N), (B, L, H)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
         "sequence_axis": sequence_axis,
         "implementation": implementation,
     }
-    at = [part.d_inner]
-    lasts = [None, None] if cache is None else jnp.split(cache.conv, at, axis=-1)
-    weight, bias = common.conv_filter(weights, u.dtype)
-    filters = jnp.split(weight, at), [None, None] if bias is None else jnp.split(bias, at)
-    conv: Any = None
-    convolved: Any = [
-        jaxkern.causal_conv1d(*arrays, activation="silu", initial_state=last, **options)
-        for *arrays, last in zip((u, v), *filters, lasts, strict=True)
-    ]
-    if return_cache:
-        convolved, lasts = zip(*convolved, strict=True)
-        conv = jnp.concatenate(lasts, axis=-1)
-    u, v = convolved
+    (u, v), conv = common.convolved(weights, cache, [u, v], [part.d_inner], options)
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.ssd(
         *_scanned(weights, part, u, v, dt),
@@ -238,11 +214,7 @@ def mamba2(
     if return_cache:
         y, state = y
     out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
-    if not return_cache:
-        return out
-    if cache is not None:  # so that a loop can carry it
-        conv, state = conv.astype(cache.conv.dtype), state.astype(cache.scan.dtype)
-    return out, Cache(conv, state)
+    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
 
 
 def mamba2_step(
@@ -266,14 +238,7 @@ def mamba2_step(
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E + 2 G N + H)
     at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
     z, u, dt = jnp.split(projected, at, axis=-1)
-    convolved, conv = jaxkern.causal_conv1d_step(
-        cache.conv,
-        u,
-        *common.conv_filter(weights, u.dtype),
-        activation="silu",
-        layer=layer,
-        implementation=common.implementation_of_products(implementation),
-    )
+    convolved, conv = common.convolved_step(weights, cache, u, layer, implementation)
     u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
     y, state = jaxkern.ssd_step(
         cache.scan,
@@ -284,22 +249,6 @@ def mamba2_step(
     )
     out = _project_out(weights, sizes, y, z, project, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
-
-
-def _project_in(
-    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
-) -> tuple[jax.Array, ...]:
-    """z and u (…, E), v (…, 2 G N) and dt (…, H).
-
-    The large ones have products of their own: the parts of one would be copied apart, and their
-    gradients together.
-    """
-    at = [sizes.d_inner, 2 * sizes.d_inner]
-    bias = weights.in_bias
-    biases = [None] * 3 if bias is None else jnp.split(bias, at)
-    parts = zip(common.apart(x, 3), jnp.split(weights.in_proj, at, axis=-1), biases, strict=True)
-    z, u, small = named("mamba_in_proj", tuple(project(*part) for part in parts))
-    return z, u, *jnp.split(small, [2 * sizes.d_bc], axis=-1)
 
 
 def _scanned(

@@ -30,20 +30,11 @@ from jaxkern.core.arguments import check_axis_names, check_flag, floating_leaves
 from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
-from jaxkern.core.mesh import vary_over
-from jaxkern.mosaic.lanes import largest_of_warp, sum_of_warp
+from jaxkern.core.mesh import vary_over, varying
+from jaxkern.mosaic.elementwise import load_units, load_words, store_units, too_large
+from jaxkern.mosaic.lanes import lane_numbers, largest_of_warp, sum_of_warp
 from jaxkern.mosaic.launch import LANES, launch_in_place, launch_kernel
-from jaxkern.mosaic.registers import lane_numbers
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large
-from jaxkern.optim.kernel import (
-    Blocks,
-    flattened,
-    grouped,
-    leaf_factors,
-    may_be_split,
-    reshaped,
-    varying,
-)
+from jaxkern.optim.kernel import Blocks, flattened, grouped, leaf_factors, may_be_split, reshaped
 from jaxkern.precision import LossScale, check_loss_scale
 
 Tree = Any

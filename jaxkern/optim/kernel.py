@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxkern.core import mesh
 from jaxkern.core.arguments import unfit
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.mesh import varying
 from jaxkern.mosaic.arithmetic import (
     fast_exp2,
     fast_log2,
@@ -39,10 +39,9 @@ from jaxkern.mosaic.arithmetic import (
     multiply_wide,
     nearest,
 )
-from jaxkern.mosaic.lanes import join_lanes, largest_of_warp
+from jaxkern.mosaic.elementwise import load_units, load_words, store_units, too_large, with_chosen
+from jaxkern.mosaic.lanes import join_lanes, lane_numbers, largest_of_warp
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place
-from jaxkern.mosaic.registers import lane_numbers
-from jaxkern.mosaic.units import load_units, load_words, store_units, too_large, with_chosen
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
     GROUP,
@@ -99,6 +98,7 @@ def update_leaves(
     kinds: dict[int, Hashable] = {}
     for i in by_kernel:
         dtypes = tuple(None if a is None else a.dtype for a in leaves[i])
+        # Leaves of one launch vary alike: its results vary over all axes of its operands.
         alike = dtypes, _vector(rule, leaves[i]), decays[i], varying(*leaves[i])
         kinds[i] = i if alone or leaves[i].weight.size >= LARGE else alike
     for group in grouped(kinds, lambda i: MAX_REFS // sum(a is not None for a in leaves[i])):
@@ -247,7 +247,8 @@ def _update_block(options, like, blocks, header, number, block, refs, of_leaf) -
             a if scale is None else decoded(ref.dtype, a, blocks.spread(scale), fast_exp2)
             for a, scale, ref in zip(averages, scales, leaf[2:4], strict=True)
         )
-        delta, mu, nu = step(rule, numbers, options.decays, g, p, mu, nu, _sqrt, _divide)
+        divide = lambda m, root: m * fast_reciprocal(root)
+        delta, mu, nu = step(rule, numbers, options.decays, g, p, mu, nu, _sqrt, divide)
         weight = p + delta
         bits = draws(1)[0] if random_weight else None
         store(leaf.weight, unit, rounded(leaf.weight.dtype, weight, bits), vec)
@@ -269,10 +270,6 @@ def _update_block(options, like, blocks, header, number, block, refs, of_leaf) -
 def _sqrt(nu: jax.Array) -> jax.Array:
     """√nu by an instruction that takes denormals for 0: nu is kept normal, as eps may be 0."""
     return fast_sqrt(jnp.maximum(nu, 2.0**-126))
-
-
-def _divide(m: jax.Array, root: jax.Array) -> jax.Array:
-    return m * fast_reciprocal(root)
 
 
 def _draws(vec: int, unit: jax.Array, leaf: jax.Array, seed: Any, stream: int) -> list[jax.Array]:
@@ -318,14 +315,6 @@ def may_be_split(arrays: Sequence[jax.Array]) -> bool:
     if any(AxisType.Manual in m.axis_types for m in meshes):
         return False
     return max((m.size for m in meshes), default=jax.device_count()) > 1
-
-
-def varying(*arrays: Any) -> frozenset[str]:
-    """Returns the manual mesh axes over which any of `arrays`, or ``None``, varies.
-
-    Leaves of one launch vary alike: each result of it varies over all axes of its operands.
-    """
-    return frozenset[str]().union(*(mesh.varying(a) for a in arrays if a is not None))
 
 
 def grouped(kinds: Mapping[int, Hashable], most: Callable[[int], int]) -> list[tuple[int, ...]]:

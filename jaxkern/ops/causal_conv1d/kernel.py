@@ -18,9 +18,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import once_read, sigmoid
-from jaxkern.mosaic.lanes import LaneOffsets, join_lanes, load_lanes, store_lanes, sum_lanes
+from jaxkern.mosaic.lanes import (
+    LaneOffsets,
+    join_lanes,
+    lane_numbers,
+    load_lanes,
+    store_lanes,
+    sum_lanes,
+    zeros,
+)
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
-from jaxkern.mosaic.registers import lane_numbers, zeros
 from jaxkern.mosaic.ring import Ring, close_copies, copied_channels, release_stage, ring_scratch
 from jaxkern.ops.causal_conv1d.reference import (
     in_last_segment,

@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import exp_of_minus
+from jaxkern.mosaic.elementwise import load_units, store_units
+from jaxkern.mosaic.lanes import VECTOR_BYTES, lane_numbers, row_type
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel
-from jaxkern.mosaic.registers import VECTOR_BYTES, lane_numbers, row_type
-from jaxkern.mosaic.units import load_units, store_units
 from jaxkern.ops.cross_entropy.reference import IGNORED, LossOptions, Sums, position_in
 from jaxkern.ops.curves import kernel_functions
 

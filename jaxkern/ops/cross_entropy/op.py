@@ -40,8 +40,8 @@ from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import Axes, SplitSequence, is_first, match_sharding, only_if
-from jaxkern.mosaic.registers import VECTOR_BYTES
-from jaxkern.mosaic.units import too_large
+from jaxkern.mosaic.elementwise import too_large
+from jaxkern.mosaic.lanes import VECTOR_BYTES
 from jaxkern.ops.cross_entropy.kernel import SHORTEST, launch_backward, launch_forward
 from jaxkern.ops.cross_entropy.reference import (
     LogSum,

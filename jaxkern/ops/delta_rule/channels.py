@@ -30,7 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E, unknown_zero
-from jaxkern.mosaic.lanes import sync_warpgroup
+from jaxkern.mosaic.lanes import ROW, lane_numbers, sync_warpgroup
+from jaxkern.mosaic.lanes import zeros as lane_zeros
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
     PADDED,
@@ -41,8 +42,6 @@ from jaxkern.mosaic.mma import (
     multiply,
     start,
 )
-from jaxkern.mosaic.registers import ROW, lane_numbers
-from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.tiles import (
     Meetings,
     TileRing,

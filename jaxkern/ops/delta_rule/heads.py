@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkern.mosaic.lanes import zeros as lane_zeros
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
     PADDED,
@@ -35,7 +36,6 @@ from jaxkern.mosaic.mma import (
     multiply,
     start,
 )
-from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.tiles import (
     Meetings,
     barrier_of,

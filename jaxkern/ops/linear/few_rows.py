@@ -20,9 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warpgroup
+from jaxkern.mosaic.lanes import (
+    LaneOffsets,
+    load_lanes,
+    store_lanes,
+    sum_lanes,
+    sync_warpgroup,
+    zeros,
+)
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_kernel
-from jaxkern.mosaic.registers import zeros
 
 BLOCK = grid_axes("block")[0]
 

@@ -25,9 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
-from jaxkern.mosaic.lanes import load_short_row, store_short_row
+from jaxkern.mosaic.lanes import ROW, load_short_row, store_short_row, zeros
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named
-from jaxkern.mosaic.registers import ROW, zeros
 from jaxkern.mosaic.ring import (
     Ring,
     close_copies,

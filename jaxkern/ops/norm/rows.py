@@ -19,17 +19,15 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import UnfitError, interpreted
-from jaxkern.mosaic.cluster import (
-    expect_arrivals,
-    send_in_cluster,
-    start_arrivals,
-    wait_for_arrivals,
-)
 from jaxkern.mosaic.lanes import (
+    VECTOR_BYTES,
     LaneOffsets,
     alternate_lanes,
+    expect_arrivals,
     load_lanes,
+    send_in_cluster,
     squares_in_lanes,
+    start_arrivals,
     store,
     store_lanes,
     sum_in_lanes,
@@ -37,9 +35,9 @@ from jaxkern.mosaic.lanes import (
     sync_block,
     sync_warpgroup,
     uniform,
+    wait_for_arrivals,
 )
 from jaxkern.mosaic.launch import LANES, clusters, grid_axes
-from jaxkern.mosaic.registers import VECTOR_BYTES
 
 Values = Callable[[], list[jax.Array]]
 """Gives what is normalised, by windows in fp32: held in registers, or read by every call."""

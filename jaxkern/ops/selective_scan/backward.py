@@ -22,9 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus_slope
-from jaxkern.mosaic.lanes import sum_lanes, sync_warp
+from jaxkern.mosaic.lanes import sum_lanes, sync_warp, zeros
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.ring import close_copies, release_stage
 from jaxkern.ops.segments import Seen
 from jaxkern.ops.selective_scan.blocks import (

@@ -21,9 +21,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.core.target import interpreted
 from jaxkern.mosaic.arithmetic import LOG2E, once_read, softplus
-from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
+from jaxkern.mosaic.lanes import LaneOffsets, lane_numbers, load_lanes, store_lanes, zeros
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_named, shared_memory
-from jaxkern.mosaic.registers import lane_numbers, zeros
 from jaxkern.mosaic.ring import Ring, close_copies, release_stage, ring_scratch
 from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, SelectiveScanOptions

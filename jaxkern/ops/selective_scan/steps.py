@@ -18,9 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.mosaic.arithmetic import exp2_by_polynomial, sigmoid
-from jaxkern.mosaic.lanes import sum_lanes, sync_warp
+from jaxkern.mosaic.lanes import sum_lanes, sync_warp, zeros
 from jaxkern.mosaic.launch import LANES
-from jaxkern.mosaic.registers import zeros
 from jaxkern.ops.sections import state_after_all
 from jaxkern.ops.selective_scan.blocks import (
     Registers,

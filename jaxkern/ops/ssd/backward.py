@@ -40,9 +40,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import unknown_zero
-from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes, sync_warpgroup
+from jaxkern.mosaic.lanes import (
+    LaneOffsets,
+    load_lanes,
+    store_lanes,
+    sum_lanes,
+    sync_warpgroup,
+    zeros,
+)
 from jaxkern.mosaic.launch import LANES, launch_named
-from jaxkern.mosaic.registers import zeros
 from jaxkern.mosaic.wgmma import (
     COLUMNS,
     ROWS,

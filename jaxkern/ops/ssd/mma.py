@@ -37,12 +37,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkern.mosaic.arithmetic import sigmoid
+from jaxkern.mosaic.lanes import zeros as lane_zeros
 from jaxkern.mosaic.launch import LANES
 from jaxkern.mosaic.mma import (
     accumulator,
     multiply,
 )
-from jaxkern.mosaic.registers import zeros as lane_zeros
 from jaxkern.mosaic.tiles import (
     TileRing,
     launch_tiles,
