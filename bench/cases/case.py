@@ -87,6 +87,15 @@ class Argument:
         return jax.ShapeDtypeStruct(self.shape(sizes), dtypes[self.role])
 
 
+Arguments = tuple[Argument, ...]
+
+
+def arguments(**of: Any) -> Arguments:
+    """Arguments by name: the axes of each, or a tuple of axes, `draw` and `role`."""
+    told = {name: (given,) if isinstance(given, str) else given for name, given in of.items()}
+    return tuple(Argument(name, *given) for name, given in told.items())
+
+
 def dimensions(axes: str, sizes: Sizes) -> list[tuple[str, Any]]:
     """Name and size of each dimension of an array; of several axes of rows the first is named."""
     found: list[tuple[str, Any]] = []

@@ -1,5 +1,6 @@
 """Cases of scans and of the convolution before one."""
 
+import dataclasses
 import functools
 import itertools
 from typing import Any
@@ -9,22 +10,32 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench.cases import peers
-from bench.cases.case import Argument, Arrays, Case, Cost, Errors, Shape, constant, normal, times
-
-Arguments = tuple[Argument, ...]
+from bench.cases.case import (
+    Argument,
+    Arguments,
+    Arrays,
+    Case,
+    Cost,
+    Errors,
+    Shape,
+    arguments,
+    constant,
+    normal,
+    times,
+)
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
 
-_CARRIES = {"all-gather": 2}
+_CARRIES: dict[str, Any] = {"sequence": {"all-gather": 2}}
 """The collectives of a scan whose sequence is split: its carries, forward and backward."""
-_PACKED: dict[str, Any] = {"sequence": {**_CARRIES, "collective-permute": 1}}
+_PACKED: dict[str, Any] = {"sequence": {"all-gather": 2, "collective-permute": 1}}
 """The collectives with packed sequences: a segment's id goes to the token after, too."""
 _NUMBERED: dict[str, Any] = {"sequence": {"all-gather": 3, "collective-permute": 3}}
 """The collectives with packed sequences whose segments are numbered, over all parts."""
 
 
-def _packed(of: dict[str, Any], arguments: Arguments, shapes: list[Shape], word: str = "") -> Case:
+def _packed(of: dict[str, Any], *sizes: tuple[int, ...], word: str = "") -> Case:
     """The op of eight sequences in each row."""
 
     def run(*arrays: Any, **how: Any) -> Any:
@@ -33,17 +44,31 @@ def _packed(of: dict[str, Any], arguments: Arguments, shapes: list[Shape], word:
         case = next(case for case in CASES if case.op == of["op"] and case.shapes)
         return case.call(*arrays, segment_ids=ids, **how)
 
-    of = of | {"arguments": arguments, "shapes": shapes}
-    return Case(**of, variant=f"{word}packed", run=run)
+    return Case(**of, shapes=[*map(Shape, sizes)], variant=f"{word}packed", run=run)
 
 
-def _continued(of: dict[str, Any], arguments: Arguments, state: str, **options: Any) -> Case:
+def _continued(of: dict[str, Any], inputs: Arguments, state: str, **options: Any) -> Case:
     """The op of packed rows with states before and after them, of these axes."""
     ids = Argument("segment_ids", "b l", constant(0), "int32")
     options |= {"return_final_state": True}
-    every = (*arguments, ids, Argument("initial_state", state, role="float32"))
+    every = (*inputs, ids, Argument("initial_state", state, role="float32"))
     of = of | {"arguments": every, "options": options}
     return Case(**of, variant="packed and continued", strict=True)
+
+
+def _step(of: dict[str, Any], inputs: Arguments, state: str, axes: str, **rest: Any) -> Case:
+    """One token of a scan: its arguments are those of a sequence, without their length."""
+    of_token = (dataclasses.replace(a, axes=a.axes.replace("b l", "b")) for a in inputs)
+    every = (Argument("state", state, role="float32"), *of_token)
+    how: Any = {"op": f"{of['op']}_step", "split": of["split"], "kernels": False, "strict": True}
+    return Case(**how, axes=axes, arguments=every, **rest)
+
+
+def _decoded(of: dict[str, Any], run: Any, forward: Cost, *shapes: Shape, word: str = "") -> Case:
+    """A sequence by steps, whose arguments and options are those of the scan."""
+    taken = {name: of[name] for name in ("axes", "arguments", "options")}
+    how: Any = {"op": f"{of['op']}_step", "variant": f"{word}decoded", "passes": ("forward",)}
+    return Case(**taken, **how, run=run, forward=forward, shapes=shapes)
 
 
 def _token_by_token(step: Any, state: Any, tokens: Arrays) -> Any:
@@ -76,24 +101,16 @@ def _convolved(x: Any, weight: Any, bias: Any) -> Any:
     return jax.nn.silu(y)
 
 
-_CONVOLUTION: dict[str, Any] = {
-    "op": "causal_conv1d",
-    "axes": "b l d w",
-    "split": "b d",
-    "sequence": {"collective-permute": 3},  # inputs, forward and backward, and their gradient
-}
-_OF_CHANNELS = (
-    Argument("weight", "d w", times(0.5), "parameter"),
-    Argument("bias", "d", times(0.1), "parameter"),
-)
-_CONVOLVED = Argument("x", "b l d"), *_OF_CHANNELS
-_CONVOLUTION_COST: dict[str, Any] = {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
+_CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w", "split": "b d"}
+_CONVOLUTION |= {"sequence": {"collective-permute": 3}}  # inputs, both ways, and their gradient
+_WEIGHT = Argument("weight", "d w", times(0.5), "parameter")
+_CONVOLVED = Argument("x", "b l d"), _WEIGHT, Argument("bias", "d", times(0.1), "parameter")
+_TIMED = _CONVOLUTION | {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
+_TIMED |= {"arguments": _CONVOLVED}
 
 CONVOLUTIONS = [
     Case(
-        **_CONVOLUTION,
-        **_CONVOLUTION_COST,
-        arguments=_CONVOLVED,
+        **_TIMED,
         options={"activation": "silu"},
         expression=_convolved,
         peers=peers.CAUSAL_CONV1D,
@@ -105,11 +122,7 @@ CONVOLUTIONS = [
         small=Shape((2, 256, 256, 4), "float32"),
         errors=Errors((4, 512, 1024, 4), (2, 32, 128, 4)),
     ),
-    _packed(
-        _CONVOLUTION | {"sequence": {"collective-permute": 4}} | _CONVOLUTION_COST,
-        _CONVOLVED,
-        [Shape((*_SQUARE, 4))],
-    ),
+    _packed(_TIMED | {"sequence": {"collective-permute": 4}}, (*_SQUARE, 4)),
     Case(
         **_CONVOLUTION,
         variant="continued",
@@ -122,7 +135,7 @@ CONVOLUTIONS = [
         kernels=False,
         axes="b d w",
         split="b d",
-        arguments=(Argument("state", "b 3 d"), Argument("x", "b d"), _OF_CHANNELS[0]),
+        arguments=(*arguments(state="b 3 d", x="b d"), _WEIGHT),
         strict=True,
     ),
 ]
@@ -136,24 +149,13 @@ def _decay(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _recurrence(a: Any, b: Any) -> Any:
-    def step(h: Any, now: Any) -> Any:
-        h = now[0] * h + now[1]
-        return h, h
-
-    along = lambda v: jnp.moveaxis(v, 1, 0)
-    _, h = jax.lax.scan(step, jnp.zeros_like(b[:, 0]), (along(a), along(b)))
-    return jnp.moveaxis(h, 0, 1)
+    step = lambda h, a, b: (h := a * h + b, h)
+    return _token_by_token(step, jnp.zeros_like(b[:, 0]), (a, b))
 
 
-_LINEAR: dict[str, Any] = {
-    "op": "linear_scan",
-    "axes": "b l d",
-    "split": "b d",
-    "sequence": _CARRIES,
-    "forward": Cost("3 b l d"),
-    "backward": Cost("5 b l d"),
-}
-_RECURRENT = (Argument("a", "b l d", _decay), Argument("b", "b l d"))
+_LINEAR = _CARRIES | {"op": "linear_scan", "axes": "b l d", "split": "b d"}
+_LINEAR |= {"forward": Cost("3 b l d"), "backward": Cost("5 b l d")}
+_RECURRENT = arguments(a=("b l d", _decay), b="b l d")
 _EVEN = itertools.product((_SQUARE, _LARGE, (1, 65536, 1024)), ("bfloat16", "float32"))
 _ODD = ((1, 16384, 256), (64, 100, 128), (64, 2048, 64), (8, 2048, 1023))
 
@@ -167,7 +169,7 @@ LINEAR_SCANS = [
         small=Shape((2, 256, 256), "float32"),
         errors=Errors((4, 512, 1024), (2, 32, 128)),
     ),
-    _packed(_LINEAR | _PACKED, _RECURRENT, [Shape(_SQUARE)]),
+    _packed(_LINEAR | _PACKED | {"arguments": _RECURRENT}, _SQUARE),
     Case(
         **_LINEAR,
         variant="continued",
@@ -192,30 +194,24 @@ def _step_biases(key: Any, shape: tuple[int, ...]) -> jax.Array:
 def _selective(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Any:
     dt = jax.nn.softplus(dt + dt_bias.astype(dt.dtype))
     decay = jnp.exp(dt[..., None] * A.astype(dt.dtype))  # (b, l, d, n)
-    b, l, d, n = decay.shape
-    added = (dt * x)[..., None] * B[:, :, None]
-    h = _recurrence(decay.reshape(b, l, d * n), added.reshape(b, l, d * n)).reshape(decay.shape)
+    h = _recurrence(decay, (dt * x)[..., None] * B[:, :, None])
     y = jnp.sum(h * C[:, :, None], -1) + D.astype(x.dtype) * x  # (b, l, d)
     return y * jax.nn.silu(z)
 
 
-_A = Argument("A", "d n", _rates, "float32")
-_OF_TOKENS = (
-    *(Argument("x", "b l d"), Argument("dt", "b l d"), _A),
-    *(Argument("B", "b l n"), Argument("C", "b l n")),
+_OF_TOKENS = arguments(x="b l d", dt="b l d", A=("d n", _rates, "float32"), B="b l n", C="b l n")
+_D, _STEP_BIASES = arguments(
+    D=("d", constant(1.0), "float32"), dt_bias=("d", _step_biases, "float32")
 )
-_D = Argument("D", "d", constant(1.0), "float32")
-_STEP_BIASES = Argument("dt_bias", "d", _step_biases, "float32")
-_ARGUMENTS = *_OF_TOKENS, _D, Argument("z", "b l d"), _STEP_BIASES
-_SELECTIVE: dict[str, Any] = {
+_SOFTPLUS: dict[str, Any] = {"options": {"dt_softplus": True}}
+_SELECTIVE = _CARRIES | {
     "op": "selective_scan",
     "axes": "b l d n",
     "split": "b d",
-    "sequence": _CARRIES,
+    "arguments": (*_OF_TOKENS, _D, Argument("z", "b l d"), _STEP_BIASES),
     "forward": Cost("4 b l d + 2 b l n", exponentials="b l d n"),
     "backward": Cost("7 b l d + 4 b l n", exponentials="b l d n"),
 }
-_EVERY_8: dict[str, Any] = {"dt_softplus": True, "checkpoint_every": 8}
 
 
 def _every(sizes: tuple[int, ...], count: int | None) -> Shape:
@@ -225,8 +221,7 @@ def _every(sizes: tuple[int, ...], count: int | None) -> Shape:
 SELECTIVE_SCANS = [
     Case(
         **_SELECTIVE,
-        arguments=_ARGUMENTS,
-        options=_EVERY_8,
+        options={"dt_softplus": True, "checkpoint_every": 8},
         peers=peers.SELECTIVE_SCAN,
         shapes=[
             *(Shape((*s, 16)) for s in (_SQUARE, _LARGE, _THIN, (2, 512, 512))),
@@ -238,39 +233,20 @@ SELECTIVE_SCANS = [
         ],
         small=Shape((2, 256, 256, 16), "float32"),
     ),
-    _packed(_SELECTIVE | _PACKED, _ARGUMENTS, [Shape((*_SQUARE, 16))]),
+    _packed(_SELECTIVE | _PACKED, (*_SQUARE, 16)),
     Case(
-        **_SELECTIVE,
-        arguments=_ARGUMENTS,
-        options={"dt_softplus": True},
+        **_SELECTIVE | _SOFTPLUS,
         expression=_selective,
         errors=Errors((2, 512, 256, 16), (2, 16, 128, 16)),
         strict=True,
     ),
     _continued(_SELECTIVE | _PACKED, _OF_TOKENS, "b d n", dt_softplus=True),
-    Case(
-        op="selective_scan_step",
-        kernels=False,
-        axes="b d n",
-        split="b d",
-        arguments=(
-            Argument("state", "b d n", role="float32"),
-            *(Argument("x", "b d"), Argument("dt", "b d"), _A),
-            *(Argument("B", "b n"), Argument("C", "b n")),
-        ),
-        options={"dt_softplus": True},
-        strict=True,
-    ),
-    Case(
-        op="selective_scan_step",
-        variant="decoded",
-        axes="b l d n",
-        arguments=(*_OF_TOKENS, _D, _STEP_BIASES),
-        options={"dt_softplus": True},
-        run=_stepped("selective_scan_step"),
-        forward=Cost("3 b l d + 2 b l n", nbytes="8 b l d n", exponentials="b l d n"),
-        passes=("forward",),
-        shapes=[Shape((1024, 16, 1536, 16))],
+    _step(_SELECTIVE, _OF_TOKENS, "b d n", "b d n", **_SOFTPLUS),
+    _decoded(
+        _SELECTIVE | _SOFTPLUS | {"arguments": (*_OF_TOKENS, _D, _STEP_BIASES)},
+        _stepped("selective_scan_step"),
+        Cost("3 b l d + 2 b l n", nbytes="8 b l d n", exponentials="b l d n"),
+        Shape((1024, 16, 1536, 16)),
     ),
 ]
 
@@ -283,36 +259,28 @@ def _rates_of_heads(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _ssd(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
-    b, l, heads, p = x.shape
     dt = jax.nn.softplus(dt + dt_bias.astype(dt.dtype))
     decay = jnp.exp(dt * A.astype(dt.dtype))  # (b, l, heads)
-    B, C = (jnp.repeat(v, heads // v.shape[2], axis=2)[..., None, :] for v in (B, C))
+    B, C = (jnp.repeat(v, x.shape[2] // v.shape[2], axis=2)[..., None, :] for v in (B, C))
     added = (dt[..., None] * x)[..., None] * B  # (b, l, heads, p, n)
-    n = added.shape[-1]
-    flat = jnp.broadcast_to(decay[..., None, None], added.shape).reshape(b, l, heads * p * n)
-    h = _recurrence(flat, added.reshape(b, l, heads * p * n)).reshape(added.shape)
+    h = _recurrence(jnp.broadcast_to(decay[..., None, None], added.shape), added)
     return jnp.sum(h * C, -1) + D.astype(x.dtype)[:, None] * x
 
 
 _OF_HEADS = (
-    *(Argument("x", "b l heads p"), Argument("dt", "b l heads", times(0.5))),
-    Argument("A", "heads", _rates_of_heads, "float32"),
-    *(Argument("B", "b l g n"), Argument("C", "b l g n")),
-    Argument("D", "heads", constant(1.0), "float32"),
+    *arguments(x="b l heads p", dt=("b l heads", times(0.5))),
+    *arguments(A=("heads", _rates_of_heads, "float32"), B="b l g n", C="b l g n"),
 )
+_D_OF_HEADS = Argument("D", "heads", constant(1.0), "float32")
 _Z = Argument("z", "b l heads p")
-_OF_SSD = *_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
-_SSD: dict[str, Any] = {
-    "op": "ssd",
-    "axes": "b l heads p n g",
-    "split": "b heads",
-    "sequence": _CARRIES,
-}
+_OF_SSD = *_OF_HEADS, _D_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
+_SSD = _CARRIES | {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
 
 
-def _cost_of_ssd(forward: int, backward: int) -> dict[str, Any]:
-    """With so many arrays like x; operations in chunks of 64 tokens."""
-    return {
+def _ssd_of(forward: int, backward: int, *more: Argument) -> dict[str, Any]:
+    """SSD with so many arrays like x; operations in chunks of 64 tokens."""
+    return _SSD | {
+        "arguments": (*_OF_SSD, *more),
         "forward": Cost(
             f"{forward} b l heads p + b l heads + 2 b l g n",
             operations="128 b l heads p + 4 b l heads p n + 128 b l g n",
@@ -326,61 +294,31 @@ def _cost_of_ssd(forward: int, backward: int) -> dict[str, Any]:
 
 _MAMBA_2 = ((8, 4096, 64), (1, 32768, 64), (8, 4096, 24))
 """Batch, length and heads."""
-_SSD_LARGE = Shape((*_MAMBA_2[0], 64, 128, 1))
+_SSD_LARGE = (*_MAMBA_2[0], 64, 128, 1)
+_SSD_SIZES = [
+    *((*s, 64, 128, 1) for s in _MAMBA_2),
+    *((8, 2048, 32, 64, 128, 8), (2, 4096, 128, 80, 128, 8), (4, 4096, 24, 128, 256, 1)),
+]
 
 SSDS = [
     Case(
-        **_SSD,
-        **_cost_of_ssd(2, 3),
-        arguments=_OF_SSD,
-        options={"dt_softplus": True},
+        **_ssd_of(2, 3) | _SOFTPLUS,
         expression=_ssd,
         peers=peers.SSD,
-        shapes=[
-            *(Shape((*s, 64, 128, 1)) for s in _MAMBA_2),
-            Shape((8, 2048, 32, 64, 128, 8)),
-            Shape((2, 4096, 128, 80, 128, 8)),
-            Shape((4, 4096, 24, 128, 256, 1)),
-        ],
+        shapes=[*map(Shape, _SSD_SIZES)],
         small=Shape((2, 256, 4, 16, 32, 1), "float32"),
         errors=Errors((2, 1024, 8, 64, 128, 2), (2, 64, 4, 8, 16, 2)),
         strict=True,
     ),
-    Case(
-        **_SSD,
-        **_cost_of_ssd(3, 5),
-        variant="gated",
-        arguments=(*_OF_SSD, _Z),
-        options={"dt_softplus": True},
-        shapes=[_SSD_LARGE],
-    ),
-    _packed(_SSD | _NUMBERED | _cost_of_ssd(2, 3), _OF_SSD, [_SSD_LARGE]),
-    _continued(_SSD | _NUMBERED, (*_OF_HEADS, _Z), "b heads p n", dt_softplus=True),
-    Case(
-        op="ssd_step",
-        kernels=False,
-        axes="b heads p n g",
-        result="b heads p",
-        split="b heads",
-        arguments=(
-            Argument("state", "b heads p n", role="float32"),
-            *(Argument("x", "b heads p"), Argument("dt", "b heads")),
-            Argument("A", "heads", _rates_of_heads, "float32"),
-            *(Argument("B", "b g n"), Argument("C", "b g n")),
-        ),
-        options={"dt_softplus": True},
-        strict=True,
-    ),
-    Case(
-        op="ssd_step",
-        variant="decoded",
-        axes="b l heads p n g",
-        arguments=_OF_SSD,
-        options={"dt_softplus": True},
-        run=_stepped("ssd_step"),
-        forward=Cost("2 b l heads p + b l heads + 2 b l g n", nbytes="8 b l heads p n"),
-        passes=("forward",),
-        shapes=[Shape((256, 16, 24, 64, 128, 1)), Shape((256, 16, 80, 64, 128, 1))],
+    Case(**_ssd_of(3, 5, _Z) | _SOFTPLUS, variant="gated", shapes=[Shape(_SSD_LARGE)]),
+    _packed(_ssd_of(2, 3) | _NUMBERED, _SSD_LARGE),
+    _continued(_SSD | _NUMBERED, (*_OF_HEADS, _D_OF_HEADS, _Z), "b heads p n", dt_softplus=True),
+    _step(_SSD, _OF_HEADS, "b heads p n", "b heads p n g", result="b heads p", **_SOFTPLUS),
+    _decoded(
+        _ssd_of(2, 3) | _SOFTPLUS,
+        _stepped("ssd_step"),
+        Cost("2 b l heads p + b l heads + 2 b l g n", nbytes="8 b l heads p n"),
+        *(Shape((256, 16, heads, 64, 128, 1)) for heads in (24, 80)),
     ),
 ]
 
@@ -417,14 +355,6 @@ def _delta_rule(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
     return delta_rule(q, k, v, g, beta, state, jnp.zeros((b, l), bool))[0]
 
 
-def _delta_rule_alone(q: Any, k: Any, v: Any, beta: Any) -> Any:
-    return _delta_rule(q, k, v, jnp.zeros(v.shape[:3]), beta)
-
-
-def _without_decay(q: Any, k: Any, v: Any, beta: Any, **how: Any) -> Any:
-    return jaxkern.gated_delta_rule(q, k, v, None, beta, **how)
-
-
 def _delta_rule_stepped(q: Any, k: Any, v: Any, g: Any, beta: Any, **how: Any) -> Any:
     step = functools.partial(jaxkern.gated_delta_rule_step, **how)
     before = jnp.zeros((q.shape[0], v.shape[2], q.shape[-1], v.shape[-1]))
@@ -446,23 +376,17 @@ def _fractions(key: Any, shape: tuple[int, ...]) -> jax.Array:
     return jax.nn.sigmoid(normal(key, shape))
 
 
-_OF_DELTA = Argument("q", "b l g n"), Argument("k", "b l g n", _unit), Argument("v", "b l heads p")
-_DECAYS = Argument("g", "b l heads", _log_decays, "float32")
-_DECAYS_OF_CHANNELS = Argument("g", "b l heads n", _log_decays, "float32")
+_OF_DELTA = arguments(q="b l g n", k=("b l g n", _unit), v="b l heads p")
 _BETA = Argument("beta", "b l heads", _fractions)
-_DELTA: dict[str, Any] = {
-    "op": "gated_delta_rule",
-    "axes": "b l heads p n g",
-    "result": "b l heads p",
-    "split": "b heads",
-    "sequence": _CARRIES,
-}
+_DELTA = _CARRIES | {"op": "gated_delta_rule", "axes": "b l heads p n g", "split": "b heads"}
+_DELTA |= {"result": "b l heads p"}
 
 
-def _cost_of_delta(decays: str, keys: str) -> dict[str, Any]:
+def _delta_of(decays: str, keys: str) -> dict[str, Any]:
     """With decays and keys that are multiplied of these axes; operations in chunks of 64 tokens."""
     of_values = "{} b l heads p + {} b l heads p n"
-    return {
+    return _DELTA | {
+        "arguments": (*_OF_DELTA, Argument("g", decays, _log_decays, "float32"), _BETA),
         "forward": Cost(
             "2 b l g n + 2 b l heads p + b l heads",
             nbytes=f"4 {decays}",
@@ -476,25 +400,29 @@ def _cost_of_delta(decays: str, keys: str) -> dict[str, Any]:
     }
 
 
-_GATED = _DELTA | _cost_of_delta("b l heads", "b l g n")
-_GATED |= {"arguments": (*_OF_DELTA, _DECAYS, _BETA)}
-_KDA = _DELTA | _cost_of_delta("b l heads n", "b l heads n")
-_KDA |= {"arguments": (*_OF_DELTA, _DECAYS_OF_CHANNELS, _BETA)}
-_DELTA_ERRORS = Errors((2, 1024, 8, 64, 64, 4), (2, 64, 4, 8, 16, 2))
-_DELTA_SHAPES = [
-    *(Shape((*s, 128, 128, s[2])) for s in ((1, 32768, 32), (8, 4096, 16), (1, 8192, 32))),
-    *(Shape((1, l, 32, 128, 128, 16)) for l in (32768, 8192)),
-    Shape((1, 8192, 64, 64, 64, 64)),
-    Shape((1, 16384, 8, 128, 128, 8)),
+_GATED = _delta_of("b l heads", "b l g n")
+_KDA = _delta_of("b l heads n", "b l heads n")
+_DELTA_SIZES = [
+    *((*s, 128, 128, s[2]) for s in ((1, 32768, 32), (8, 4096, 16), (1, 8192, 32))),
+    *((1, l, 32, 128, 128, 16) for l in (32768, 8192)),
+    *((1, 8192, 64, 64, 64, 64), (1, 16384, 8, 128, 128, 8)),
 ]
 """Batch, length, value heads, size of a value, size of a key, key heads."""
-_DELTA_PACKED = [_DELTA_SHAPES[1], Shape((32, 1024, 16, 128, 128, 16))]
+_DELTA_PACKED = _DELTA_SIZES[1], (32, 1024, 16, 128, 128, 16)
+_DELTA_ERRORS = Errors((2, 1024, 8, 64, 64, 4), (2, 64, 4, 8, 16, 2))
 
 _QWEN, _KIMI, _NARROW = (
     Shape((b, 16, 32, size, size, g))
     for b, size, g in ((64, 128, 16), (64, 128, 32), (256, 64, 32))
 )
 """A layer of Qwen3-Next, one of Kimi Linear, and one that has heads of 64 channels."""
+
+
+def _stepped_delta(of: dict[str, Any], decays: str, *shapes: Shape, word: str = "") -> Case:
+    cost = Cost("2 b l g n + 2 b l heads p + b l heads", nbytes=f"8 b l heads p n + 4 {decays}")
+    of = of | {"options": {"qk_l2norm": True}}
+    return _decoded(of, _delta_rule_stepped, cost, *shapes, word=word)
+
 
 DELTA_RULES = [
     *(
@@ -503,7 +431,7 @@ DELTA_RULES = [
             variant=variant,
             expression=_delta_rule,
             peers=of_peers,
-            shapes=_DELTA_SHAPES,
+            shapes=[*map(Shape, _DELTA_SIZES)],
             small=Shape((2, 256, 4, 16, 16, 4), "float32"),
             errors=_DELTA_ERRORS,
             strict=True,
@@ -517,47 +445,16 @@ DELTA_RULES = [
         **_DELTA,
         variant="DeltaNet",
         arguments=(*_OF_DELTA, _BETA),
-        run=_without_decay,
-        expression=_delta_rule_alone,
+        run=lambda q, k, v, beta, **how: jaxkern.gated_delta_rule(q, k, v, None, beta, **how),
+        expression=lambda q, k, v, beta: _delta_rule(q, k, v, jnp.zeros(v.shape[:3]), beta),
         errors=_DELTA_ERRORS,
     ),
-    _packed(_GATED | _NUMBERED, _GATED["arguments"], _DELTA_PACKED),
-    _packed(_KDA | _NUMBERED, _KDA["arguments"], _DELTA_PACKED, "KDA-"),
+    _packed(_GATED | _NUMBERED, *_DELTA_PACKED),
+    _packed(_KDA | _NUMBERED, *_DELTA_PACKED, word="KDA-"),
     _continued(_DELTA | _NUMBERED, _GATED["arguments"], "b heads n p", qk_l2norm=True),
-    Case(
-        op="gated_delta_rule_step",
-        kernels=False,
-        axes="b heads p n g",
-        result="b heads p",
-        split="b heads",
-        arguments=(
-            Argument("state", "b heads n p", role="float32"),
-            *(Argument("q", "b g n"), Argument("k", "b g n", _unit), Argument("v", "b heads p")),
-            Argument("g", "b heads", _log_decays, "float32"),
-            Argument("beta", "b heads", _fractions),
-        ),
-        strict=True,
-    ),
-    *(
-        Case(
-            op="gated_delta_rule_step",
-            variant=variant,
-            axes="b l heads p n g",
-            arguments=(*_OF_DELTA, decays, _BETA),
-            options={"qk_l2norm": True},
-            run=_delta_rule_stepped,
-            forward=Cost(
-                "2 b l g n + 2 b l heads p + b l heads",
-                nbytes=f"8 b l heads p n + 4 b l heads{of_decays}",
-            ),
-            passes=("forward",),
-            shapes=shapes,
-        )
-        for variant, decays, of_decays, shapes in (
-            ("decoded", _DECAYS, "", [_QWEN, _NARROW]),
-            ("KDA-decoded", _DECAYS_OF_CHANNELS, " n", [_KIMI]),
-        )
-    ),
+    _step(_DELTA, _GATED["arguments"], "b heads n p", "b heads p n g", result="b heads p"),
+    _stepped_delta(_GATED, "b l heads", _QWEN, _NARROW),
+    _stepped_delta(_KDA, "b l heads n", _KIMI, word="KDA-"),
 ]
 
 CASES = [*CONVOLUTIONS, *LINEAR_SCANS, *SELECTIVE_SCANS, *SSDS, *DELTA_RULES]
