@@ -1,5 +1,6 @@
 """Cases of linear layers, and of a block of a model that is made of them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,31 +9,28 @@ import jax.numpy as jnp
 import jaxkern
 from bench.cases import peers
 from bench.cases.activations import clamped
-from bench.cases.case import Argument, Case, Cost, Errors, Shape, matrix, near_one, times
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, arguments, matrix, near_one, times
 from bench.cases.norm import layer_normalised, rms_normalised
 
 X = Argument("x", "m k")
 WEIGHT = Argument("weight", "k h", matrix, "matrix")
 BIAS = Argument("bias", "h", role="parameter")
-OF_NORM = (
-    Argument("weight", "k", near_one, "parameter"),
-    Argument("bias", "k", times(0.1), "parameter"),
-)
+SCALE = Argument("weight", "k", near_one, "parameter")
+OFFSET = Argument("bias", "k", times(0.1), "parameter")
 W, W_GATE, W_UP = (Argument(name, "k h", matrix, "matrix") for name in ("w", "w_gate", "w_up"))
 
 _ERRORS = Errors((512, 1024, 1024), (16, 128, 256))
-_SMALL = Shape((256, 256, 256), "float32")
+_SMALL, _WIDE = Shape((256, 256, 256), "float32"), Shape((8192, 4096, 14336))
 _PRODUCT: dict[str, Any] = {"axes": "m k h", "result": "m h", "split": "m h"}
-_ONE: dict[str, Any] = {
-    **_PRODUCT,
-    "forward": Cost("m k + k h + m h", operations="2 m k h"),
-    "backward": Cost("2 m k + 2 k h + 2 m h", operations="4 m k h"),
-}
-_TWO: dict[str, Any] = {
-    **_PRODUCT,
-    "forward": Cost("m k + 2 k h + m h", operations="4 m k h"),
-    "backward": Cost("2 m k + 4 k h + 2 m h", operations="8 m k h"),
-}
+_ONE, _TWO = (
+    _PRODUCT
+    | {
+        "forward": Cost(f"m k + {n} k h + m h", operations=f"{2 * n} m k h"),
+        "backward": Cost(f"2 m k + {2 * n} k h + 2 m h", operations=f"{4 * n} m k h"),
+    }
+    for n in (1, 2)
+)
+"""By one weight, and by two."""
 
 
 def _activated(activation: str, *shapes: tuple[int, ...], **rest: Any) -> Case:
@@ -50,13 +48,12 @@ def _activated(activation: str, *shapes: tuple[int, ...], **rest: Any) -> Case:
 
 def _joined(variant: str, limit: float, **rest: Any) -> Case:
     """Both projections by one weight, with the biases and the limits of gpt-oss."""
-    limits: dict[str, Any] = {"alpha": 1.702, "limit": limit, "up_offset": 1.0}
-    bias = Argument("b", "2h", times(1 / 32), "parameter")
+    both: Any = {"w": ("k 2h", matrix, "matrix"), "b": ("2h", times(1 / 32), "parameter")}
     return Case(
         op="gated_linear_unit",
         variant=variant,
-        arguments=(X, Argument("w", "k 2h", matrix, "matrix"), bias),
-        options=limits,
+        arguments=(X, *arguments(**both)),
+        options={"alpha": 1.702, "limit": limit, "up_offset": 1.0},
         run=lambda x, w, b, **how: jaxkern.gated_linear_unit(x, w, None, b, **how),
         expression=lambda x, w, b: clamped(limit)(*jnp.split(x @ w + b, 2, -1)),
         **_TWO | {"split": "m"},
@@ -64,24 +61,22 @@ def _joined(variant: str, limit: float, **rest: Any) -> Case:
     )
 
 
-_ACCUMULATED = (Argument("accumulator", "k h", role="float32"), X, Argument("dout", "m h"))
+def _accumulating(accumulator: str, x: str, dout: str) -> dict[str, Any]:
+    given = Argument("accumulator", accumulator, role="float32"), *arguments(x=x, dout=dout)
+    return {"op": "accumulate_weight_grad", "axes": "m k h", "arguments": given}
+
+
 _QUACK = [
     # As the tests of quack draw them, of a product that leaves its bound where XLA's does too.
     Case(
-        op="accumulate_weight_grad",
-        variant=f"{m}x{k}x{h}",
-        axes="m k h",
-        arguments=(
-            Argument("accumulator", "m h", role="float32"),
-            Argument("x", "k m"),
-            Argument("dout", "k h"),
-        ),
+        **_accumulating("m h", "k m", "k h"),
+        variant="x".join(map(str, sizes)),
         expression=lambda total, x, dout: (
             total + jnp.matmul(x.T, dout, preferred_element_type=total.dtype)
         ),
-        errors=Errors((m, k, h), None, bound=(1e-5, 1e-4)),
+        errors=Errors(sizes, None, bound=(1e-5, 1e-4)),
     )
-    for m, k, h in ((1920, 1024, 1504), (1920, 736, 2048))
+    for sizes in ((1920, 1024, 1504), (1920, 736, 2048))
 ]
 
 
@@ -102,7 +97,7 @@ def _mlp(
     return x + jaxkern.linear(jaxkern.gated_linear_unit(y, w_gate, w_up, **how), w_down, **how)
 
 
-_MLP_WEIGHTS = (("w", "d d"), ("w_gate", "d h"), ("w_up", "d h"), ("w_down", "h d"))
+_MLP_WEIGHTS = {"w": "d d", "w_gate": "d h", "w_up": "d h", "w_down": "h d"}
 
 CASES = [
     Case(
@@ -128,29 +123,26 @@ CASES = [
         arguments=(X, W_GATE, W_UP),
         expression=lambda x, w_gate, w_up: jax.nn.silu(x @ w_gate) * (x @ w_up),
         peers=peers.GATED_LINEAR_UNIT,
-        shapes=[
-            Shape((8192, 4096, 14336)),
-            Shape((8192, 4096, 14336), word="-recompute", options={"recompute": True}),
-        ],
+        shapes=[_WIDE, dataclasses.replace(_WIDE, word="-recompute", options={"recompute": True})],
         small=_SMALL,
         errors=_ERRORS,
         strict=True,
         **_TWO,
     ),
-    _joined("joined", 7.0, shapes=[Shape((8192, 4096, 14336))]),
+    _joined("joined", 7.0, shapes=[_WIDE]),
     # The limit is smaller than gpt-oss's, so that more of the numbers reach it.
     _joined("one weight", 1.5, errors=Errors((512, 1024, 512), (16, 128, 128))),
     Case(
         **_PRODUCT,
         op="rms_norm_linear",
-        arguments=(X, OF_NORM[0], W),
+        arguments=(X, SCALE, W),
         expression=lambda x, weight, w: rms_normalised(x, weight) @ w,
         errors=_ERRORS,
         strict=True,
     ),
     Case(
         op="layer_norm_linear",
-        arguments=(X, *OF_NORM, W),
+        arguments=(X, SCALE, OFFSET, W),
         expression=lambda x, weight, bias, w: layer_normalised(x, weight, bias) @ w,
         peers=peers.LAYER_NORM_LINEAR,
         shapes=[Shape((16384, 4096, 4096))],
@@ -163,15 +155,13 @@ CASES = [
         op="layer_norm_linear",
         variant="no bias",
         **_PRODUCT,
-        arguments=(X, OF_NORM[0], W),
+        arguments=(X, SCALE, W),
         run=lambda x, weight, w, **how: jaxkern.layer_norm_linear(x, weight, None, w, **how),
         strict=True,
     ),
     Case(
-        op="accumulate_weight_grad",
-        axes="m k h",
+        **_accumulating("k h", "m k", "m h"),
         split="m k h",
-        arguments=_ACCUMULATED,
         expression=lambda total, x, dout: total + (x.T @ dout).astype(total.dtype),
         errors=Errors((512, 128, 256), (16, 128, 256)),
         strict=True,
@@ -179,7 +169,7 @@ CASES = [
     Case(
         op="accumulate_weight_grad",
         axes="i m k h",
-        arguments=(Argument("x", "i m k"), Argument("dout", "i m h")),
+        arguments=arguments(x="i m k", dout="i m h"),
         run=_accumulate,
         forward=Cost("i m k + i m h", nbytes="8 i k h", operations="2 i m k h"),
         peers=peers.ACCUMULATE_WEIGHT_GRAD,
@@ -194,17 +184,11 @@ CASES = [
             Argument("x", "m d"),
             Argument("scale", "d", near_one, "parameter"),
             Argument("bias", "d", times(0.1), "parameter"),
-            *(Argument(name, axes, matrix, "matrix") for name, axes in _MLP_WEIGHTS),
+            *(Argument(name, axes, matrix, "matrix") for name, axes in _MLP_WEIGHTS.items()),
         ),
         run=_mlp,
-        forward=Cost(
-            "4 m d + 2 m h + d d + 3 d h",
-            operations="2 m d d + 6 m d h",
-        ),
-        backward=Cost(
-            "8 m d + 4 m h + 2 d d + 6 d h",
-            operations="4 m d d + 12 m d h",
-        ),
+        forward=Cost("4 m d + 2 m h + d d + 3 d h", operations="2 m d d + 6 m d h"),
+        backward=Cost("8 m d + 4 m h + 2 d d + 6 d h", operations="4 m d d + 12 m d h"),
         peers=peers.MLP,
         shapes=[Shape((16384, 4096, 11008))],
         small=Shape((256, 256, 512), "float32"),

@@ -80,26 +80,22 @@ def _trained(variant: str, **rest: Any) -> Case:
     )
 
 
-_LINEAR: dict[str, Any] = {
-    "op": "linear_cross_entropy",
-    "axes": "m k v",
-    "arguments": OF_LINEAR,
-    "forward": Cost("m k + k v", "8 m", "2 m k v"),
-}
+_LINEAR: dict[str, Any] = {"op": "linear_cross_entropy", "axes": "m k v", "arguments": OF_LINEAR}
+_LINEAR |= {"forward": Cost("m k + k v", "8 m", "2 m k v"), "expression": _linear}
 _ONCE, _TWICE = (Cost("2 m k + 2 k v", "12 m", f"{n} m k v") for n in (4, 6))
 """The backward, where logits are computed in the forward alone, and where again."""
 
+LOGITS = Argument("logits", "m v", times(2))
+_ALONE: dict[str, Any] = {"op": "cross_entropy", "axes": "m v", "result": "m"}
+_ALONE |= {"forward": Cost("m v", "8 m"), "backward": Cost("2 m v", "12 m")}
+
 CASES = [
     Case(
-        op="cross_entropy",
-        axes="m v",
-        arguments=(Argument("logits", "m v", times(2)), LABELS),
-        result="m",
+        **_ALONE,
+        arguments=(LOGITS, LABELS),
         split="m v",
         options=OPTIONS,
         expression=_losses,
-        forward=Cost("m v", "8 m"),
-        backward=Cost("2 m v", "12 m"),
         errors=Errors((512, 32000), (16, 512)),
         strict=True,
     ),
@@ -108,7 +104,6 @@ CASES = [
         result="m",
         split="m k v",
         options=OPTIONS,
-        expression=_linear,
         backward=_ONCE,
         errors=Errors((512, 1024, 32000), (16, 128, 512)),
         strict=True,
@@ -119,29 +114,23 @@ CASES = [
         result="m",
         split="m v",
         options=OPTIONS | PARTS,
-        expression=_linear,
         backward=_TWICE,
     ),
     Case(
-        **_LINEAR,
+        **_LINEAR | {"expression": lambda *arrays: _linear(*arrays).mean()},
         variant="in chunks",
         result="",
         split="m v",
         options=OPTIONS | {"reduction": "mean"} | CHUNKS,
-        expression=lambda *arrays: _linear(*arrays).mean(),
         backward=_ONCE,
         errors=Errors((11264, 256, 32000), None),
     ),
     Case(
-        op="cross_entropy",
+        **_ALONE,
         variant="plain",
-        axes="m v",
-        arguments=(Argument("logits", "m v", times(2)), OF_SHAPES),
-        result="m",
+        arguments=(LOGITS, OF_SHAPES),
         options={"reduction": "none"},
         expression=_plain_losses,
-        forward=Cost("m v", "8 m"),
-        backward=Cost("2 m v", "12 m"),
         peers=peers.CROSS_ENTROPY,
         shapes=tuple(Shape((m, v)) for m, _, v in (*SHAPES, (8192, 0, 50257))),
     ),
@@ -150,14 +139,6 @@ CASES = [
         peers={**peers.LINEAR_CROSS_ENTROPY, "jax": lambda: _plain_linear},
         small=Shape((16, 64, 32000)),
     ),
-    _trained(
-        "plain-160MiB",
-        options=PARTS,
-        peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS,
-    ),
-    _trained(
-        "plain-336MiB",
-        options=CHUNKS,
-        peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS,
-    ),
+    _trained("plain-160MiB", options=PARTS, peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS),
+    _trained("plain-336MiB", options=CHUNKS, peers=peers.LINEAR_CROSS_ENTROPY_IN_PARTS),
 ]

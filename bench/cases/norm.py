@@ -6,13 +6,21 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import peers
-from bench.cases.case import Argument, Case, Cost, Errors, Shape, near_one, times
+from bench.cases.case import (
+    Argument,
+    Arguments,
+    Case,
+    Cost,
+    Errors,
+    Shape,
+    arguments,
+    near_one,
+    times,
+)
 
-X = Argument("x", "m d")
+X, RESIDUAL, GATE = arguments(x="m d", residual="m d", gate="m d")
 WEIGHT = Argument("weight", "d", near_one, "parameter")
 BIAS = Argument("bias", "d", times(0.1), "parameter")
-RESIDUAL = Argument("residual", "m d")
-GATE = Argument("gate", "m d")
 
 
 def rms_normalised(x: Any, weight: Any) -> Any:
@@ -43,13 +51,13 @@ _VARIANT = (Shape((16384, 4096)),)
 _ERRORS = Errors((512, 4096), (16, 256))
 
 
-def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Case]:
+def _cases(op: str, inputs: Arguments, expression: Any) -> list[Case]:
     """A norm alone, of the sum with a residual, and gated; the sum is a second result."""
     of_op: dict[str, Any] = {"op": op, "axes": "m d", **_SPLIT[op]}
     return [
         Case(
             **of_op,
-            arguments=arguments,
+            arguments=inputs,
             expression=expression,
             forward=Cost("2 m d"),
             backward=Cost("3 m d"),
@@ -62,7 +70,7 @@ def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Ca
         Case(
             **of_op,
             variant="residual",
-            arguments=(*arguments, RESIDUAL),
+            arguments=(*inputs, RESIDUAL),
             forward=Cost("4 m d"),
             backward=Cost("4 m d"),
             shapes=_VARIANT,
@@ -70,7 +78,7 @@ def _cases(op: str, arguments: tuple[Argument, ...], expression: Any) -> list[Ca
         Case(
             **of_op,
             variant="gate",
-            arguments=(*arguments, GATE),
+            arguments=(*inputs, GATE),
             expression=lambda *a: expression(*a[:-1]) * jax.nn.silu(a[-1]),
             forward=Cost("3 m d"),
             backward=Cost("5 m d"),

@@ -41,16 +41,10 @@ CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step over a tree; attributes that are not told of here are those of a case of the bench.
+    """A step over a tree of leaves of these `shapes`, by ``"fused_adamw"`` or ``"scale_gradients"``.
 
-    Attributes:
-      op: the public name of what does the step, ``"fused_adamw"`` or ``"scale_gradients"``.
-      shape: what the table calls the tree and what is special of the step.
-      dtype: of parameters and gradients.
-      nbytes: that a step must read and write.
-      shapes: of the leaves.
-      options: of the optimizer.
-      scaled: whether the gradients come scaled.
+    It must read and write `nbytes`, and its gradients may come `scaled`; `options` are the
+    optimizer's, other attributes those of a case of the bench.
     """
 
     op: str
@@ -65,9 +59,7 @@ class Step:
     def costs(self) -> dict[str, tuple[int, int]]:
         return {"step": (self.nbytes, 0)}
 
-    def arrays(
-        self, key: Any, normal: Callable[..., jax.Array] = normal_of_shape
-    ) -> list[jax.Array]:
+    def arrays(self, key: Any, normal: Callable[..., Any] = normal_of_shape) -> list[jax.Array]:
         """A tree of the parameters' shapes, by ``jax.random.normal`` or what is in its place."""
         keys = jax.random.split(key, len(self.shapes))
         return [normal(k, s, self.dtype) for k, s in zip(keys, self.shapes, strict=True)]
@@ -78,15 +70,13 @@ def steps(small: bool) -> Sequence[Step]:
     bf16, fp32 = "bfloat16", "float32"
     if small:
         return [_adamw("tree", ((256, 64),) * 4 + ((64,),) * 3, fp32, 28)]
-    one = ((24414, 4096),)
-    tree = _llama()
-    small_leaves = ((256, 256),) * 300
+    one, small_leaves = ((24414, 4096),), ((256, 256),) * 300
     master: dict[str, Any] = {"master_dtype": fp32}
     averages: dict[str, Any] = {"mu_dtype": bf16, "nu_dtype": bf16, "stochastic_rounding": True}
     codes: dict[str, Any] = {"mu_dtype": "int8", "nu_dtype": "uint8"}
     folded: dict[str, Any] = {"clip_norm": 1.0, "skip_nonfinite": True}
     found = []
-    for name, shapes in (("100M", one), ("1.1B", tree)):
+    for name, shapes in (("100M", one), ("1.1B", _llama())):
         found += [
             _adamw(name, shapes, fp32, 28),
             _adamw(f"{name}-master", shapes, bf16, 28, **master),

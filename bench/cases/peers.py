@@ -52,6 +52,16 @@ def _at(path: str, *after: Any, **named: Any) -> Callable[[], Any]:
     return _of(path, lambda f: lambda *arrays: f(*arrays, *after, **named))
 
 
+def _first(path: str, *after: Any) -> Callable[[], Any]:
+    """Makes the same, of which the first result is the case's."""
+    return _of(path, lambda f: lambda *arrays: f(*arrays, *after)[0])
+
+
+def _laid(make: Callable[[], Any], **how: Any) -> Callable[[], Arranged]:
+    """Makes the same with arrays that are laid out as the library has them."""
+    return lambda: Arranged(make(), **how)
+
+
 def _product(x: Any, w: Any) -> Any:
     return jnp.dot(x, w, preferred_element_type=jnp.float32)
 
@@ -83,18 +93,20 @@ def _flipped(w: Any) -> Any:
     return w.t().contiguous()
 
 
-def _mamba_scan() -> Any:
-    def take(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> list[Any]:
-        x, dt, B, C, z = map(_turned, (x, dt, B, C, z))
-        return [x, dt, A, B, C, D, z, dt_bias]
-
-    scan = _load("mamba_ssm.ops.selective_scan_interface:selective_scan_fn")
-    return Arranged(functools.partial(scan, delta_softplus=True), take, _turned)
+def _jla_scan(scan: Any) -> Any:
+    return lambda x, dt, A, B, C, D, z, dt_bias: scan(
+        "mamba1", C, B, x, dt=dt, a=A, d=D, z=z, dt_bias=dt_bias, dt_softplus=True
+    )[0]
 
 
-def _jla_ssd() -> Any:
-    scan = _load("jla.layers.ssm:mamba2_ssd")
+def _mamba_ssd(scan: Any) -> Any:
+    """In chunks of its own."""
+    return lambda x, dt, A, B, C, D, dt_bias: scan(
+        *(x, dt, A, B, C, 256), D=D, dt_bias=dt_bias, dt_softplus=True
+    )
 
+
+def _jla_ssd(scan: Any) -> Any:
     def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
         dt = jax.nn.softplus(dt.astype(jnp.float32) + dt_bias)
         return scan(x, dt, A, B, C, d=D, grouped_key_grads=True)[0]
@@ -102,45 +114,9 @@ def _jla_ssd() -> Any:
     return call
 
 
-def _jla_delta_rule(kind: str) -> Any:
-    """KDA there takes as many key heads as value heads: they are repeated, as in its layer."""
-    scan = _load("jla.ops:linear_attention")
-
-    def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
-        if kind == "kda":
-            q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
-        return scan(kind, q, k, v, g=g, beta=beta)[0]
-
-    return call
-
-
-def _fla_delta_rule(path: str) -> Any:
-    """Its backward with decays of heads raises on Hopper with Triton 3.4 to 3.7.0."""
-
-    def make() -> Any:
-        os.environ["FLA_FLASH_QLA"] = "0"  # FlashQLA, which fla calls where it is installed
-        scan = _load(path)
-        return lambda *arrays: scan(*arrays)[0]
-
-    return make
-
-
-def _flash_qla() -> Any:
-    scan = _load("flash_qla:chunk_gated_delta_rule")
-
-    def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
-        if {k.shape[-1], v.shape[-1]} != {128}:
-            raise NotImplementedError("FlashQLA takes keys and values of 128 channels a head alone")
-        return scan(q, k, v, g, beta)[0]
-
-    return call
-
-
-def _fla_ssd() -> Any:
+def _fla_ssd(scan: Any) -> Any:
     """Its gated linear attention with a decay for a head, and the rest in PyTorch's functions."""
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
-
-    scan = _load("fla.ops.simple_gla:chunk_simple_gla")
 
     def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
         dt = F.softplus(dt.float() + dt_bias)
@@ -152,35 +128,57 @@ def _fla_ssd() -> Any:
     return call
 
 
-def _mamba_conv() -> Any:
-    call = _at("causal_conv1d:causal_conv1d_fn", activation="silu")()
-    return Arranged(call, lambda x, *rest: [_turned(x), *rest], _turned)
+def _jla_delta_rule(kind: str) -> Callable[[], Any]:
+    """KDA there takes as many key heads as value heads: they are repeated, as in its layer."""
+
+    def adapt(scan: Any) -> Any:
+        def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+            if kind == "kda":
+                q, k = (jnp.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k))
+            return scan(kind, q, k, v, g=g, beta=beta)[0]
+
+        return call
+
+    return _of("jla.ops:linear_attention", adapt)
 
 
-def _mamba_normed() -> Any:
-    call = _at("mamba_ssm.ops.triton.layer_norm:layer_norm_linear_fn", None, eps=1e-5)()
-    return Arranged(call, lambda *rest: [*rest[:-1], _flipped(rest[-1])])
-
-
-def _loss_of_torch(make: Callable[[], Any]) -> Callable[[], Any]:
-    """The function of `make`, with int64 labels and any weight as an embedding lies."""
-    take = lambda x, *rest: (x, *map(_flipped, rest[:-1]), rest[-1].long())
-    return lambda: Arranged(make(), take, back=lambda dx, *rest: (dx, *map(_flipped, rest)))
-
-
-def _jla_loss(name: str, total: str) -> Callable[[], Any]:
-    """A mean by its sum, `total`; the weight lies as an embedding does, (V, K)."""
+def _fla_delta_rule(path: str) -> Callable[[], Any]:
+    """Its backward with decays of heads raises on Hopper with Triton 3.4 to 3.7.0."""
 
     def make() -> Any:
-        f = _load(f"jla.ops.cross_entropy:{name}")
+        os.environ["FLA_FLASH_QLA"] = "0"  # FlashQLA, which fla calls where it is installed
+        return _first(path)()
 
+    return make
+
+
+def _flash_qla(scan: Any) -> Any:
+    def call(q: Any, k: Any, v: Any, g: Any, beta: Any) -> Any:
+        if {k.shape[-1], v.shape[-1]} != {128}:
+            raise NotImplementedError("FlashQLA takes keys and values of 128 channels a head alone")
+        return scan(q, k, v, g, beta)[0]
+
+    return call
+
+
+def _loss_of_torch(make: Callable[[], Any]) -> Callable[[], Arranged]:
+    """The function of `make`, with int64 labels and any weight as an embedding lies."""
+    take = lambda x, *rest: (x, *map(_flipped, rest[:-1]), rest[-1].long())
+    return _laid(make, take=take, back=lambda dx, *rest: (dx, *map(_flipped, rest)))
+
+
+def _jla_loss(name: str, total: str) -> Callable[[], Arranged]:
+    """A mean by its sum, `total`; the weight lies as an embedding does, (V, K)."""
+
+    def adapt(f: Any) -> Any:
         def call(x: Any, w: Any, labels: Any) -> Any:
             out = f(x, w, labels, impl="auto")
             return getattr(out, total) / out.num_valid
 
-        return Arranged(call, lambda x, w, labels: (x, w.T, labels), back=lambda dx, dw: (dx, dw.T))
+        return call
 
-    return make
+    take, back = (lambda x, w, labels: (x, w.T, labels)), (lambda dx, dw: (dx, dw.T))
+    return _laid(_of(f"jla.ops.cross_entropy:{name}", adapt), take=take, back=back)
 
 
 def _torch(name: str) -> Callable[[], Any]:
@@ -250,6 +248,11 @@ def _compiled(name: str) -> Callable[[], Any]:
     return make
 
 
+def in_torch(name: str) -> Peers:
+    """PyTorch as it comes, whose kernels are in some cases faster than what it compiles."""
+    return {"compile": _compiled(name), "torch": _torch(name)}
+
+
 RMS_NORM: Peers = {
     "tokamax": _at("tokamax:layer_norm", None, epsilon=1e-6, subtract_mean=False),
     "liger": _at("liger_kernel.ops.rms_norm:LigerRMSNormFunction.apply", 1e-6, 0.0, "llama", False),
@@ -278,85 +281,66 @@ LAYER_NORM: Peers = {
 LINEAR: Peers = {"jax": lambda: _linear_by_hand, "torch": _torch("linear")}
 LINEAR_GELU: Peers = {"jax": lambda: _gelu_by_hand}
 ACCUMULATE_WEIGHT_GRAD: Peers = {"jax": lambda: _accumulated_by_hand}
-GATED_LINEAR_UNIT: Peers = {
-    "jax": lambda: _gated_by_hand,
-    "torch": _torch("gated_linear_unit"),
-    "compile": _compiled("gated_linear_unit"),
-}
+GATED_LINEAR_UNIT: Peers = {"jax": lambda: _gated_by_hand, **in_torch("gated_linear_unit")}
 LAYER_NORM_LINEAR: Peers = {
     "torch": _torch("layer_norm_linear, apart"),
     "compile": _compiled("layer_norm_linear"),
-    "mamba_ssm": _mamba_normed,
-}
-MLP: Peers = {"torch": _torch("mlp"), "compile": _compiled("mlp")}
-GATED_DELTA_RULE: Peers = {
-    "jla": functools.partial(_jla_delta_rule, "gated_deltanet"),
-    "fla": _fla_delta_rule("fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
-    "flash_qla": _flash_qla,
-}
-KDA: Peers = {
-    "jla": functools.partial(_jla_delta_rule, "kda"),
-    "fla": _fla_delta_rule("fla.ops.kda:chunk_kda"),
-}
-SSD: Peers = {
-    "mamba_ssm": _of(
-        "mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined",
-        lambda scan: (
-            lambda x, dt, A, B, C, D, dt_bias: scan(
-                *(x, dt, A, B, C, 256),
-                D=D,
-                dt_bias=dt_bias,
-                dt_softplus=True,  # its own chunk
-            )
-        ),
+    "mamba_ssm": _laid(
+        _at("mamba_ssm.ops.triton.layer_norm:layer_norm_linear_fn", None, eps=1e-5),
+        take=lambda *rest: [*rest[:-1], _flipped(rest[-1])],
     ),
-    "jla": _jla_ssd,
-    "fla": _fla_ssd,
+}
+MLP: Peers = in_torch("mlp")
+GATED_DELTA_RULE: Peers = {
+    "jla": _jla_delta_rule("gated_deltanet"),
+    "fla": _fla_delta_rule("fla.ops.gated_delta_rule:chunk_gated_delta_rule"),
+    "flash_qla": _of("flash_qla:chunk_gated_delta_rule", _flash_qla),
+}
+KDA: Peers = {"jla": _jla_delta_rule("kda"), "fla": _fla_delta_rule("fla.ops.kda:chunk_kda")}
+SSD: Peers = {
+    "mamba_ssm": _of("mamba_ssm.ops.triton.ssd_combined:mamba_chunk_scan_combined", _mamba_ssd),
+    "jla": _of("jla.layers.ssm:mamba2_ssd", _jla_ssd),
+    "fla": _of("fla.ops.simple_gla:chunk_simple_gla", _fla_ssd),
 }
 SELECTIVE_SCAN: Peers = {
-    "mamba_ssm": _mamba_scan,
-    "jla": _of(
-        "jla.ops:linear_attention",
-        lambda scan: (
-            lambda x, dt, A, B, C, D, z, dt_bias: scan(
-                "mamba1", C, B, x, dt=dt, a=A, d=D, z=z, dt_bias=dt_bias, dt_softplus=True
-            )[0]
-        ),
+    "mamba_ssm": _laid(
+        _at("mamba_ssm.ops.selective_scan_interface:selective_scan_fn", delta_softplus=True),
+        take=lambda *arrays: [_turned(x) if x.ndim == 3 else x for x in arrays],
+        give=_turned,
     ),
+    "jla": _of("jla.ops:linear_attention", _jla_scan),
 }
 CAUSAL_CONV1D: Peers = {
-    "mamba_ssm": _mamba_conv,
+    "mamba_ssm": _laid(
+        _at("causal_conv1d:causal_conv1d_fn", activation="silu"),
+        take=lambda x, *rest: [_turned(x), *rest],
+        give=_turned,
+    ),
     "jla": _at("jla.ops.mosaic_gpu.short_conv:short_conv", activation=True),
 }
 LINEAR_SCAN: Peers = {
-    "fla": _of(  # HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that
-        "fla.ops.hgrn:chunk_hgrn",
-        lambda scan: Arranged(
-            lambda log_decay, x: scan(x, log_decay)[0], lambda decay, x: [decay.log(), x]
-        ),
+    # HGRN's recurrence: it takes the decay's logarithm, and gives the gradient of that.
+    "fla": _laid(
+        _of("fla.ops.hgrn:chunk_hgrn", lambda scan: lambda log_decay, x: scan(x, log_decay)[0]),
+        take=lambda decay, x: [decay.log(), x],
     )
 }
 CROSS_ENTROPY: Peers = {
     "liger": _loss_of_torch(
-        _of(  # it writes the gradient where the logits were
+        _first(  # it writes the gradient where the logits were
             "liger_kernel.ops.cross_entropy:LigerCrossEntropyFunction.apply",
-            lambda f: lambda *arrays: f(*arrays, None, -100, 0.0, 0.0, "none")[0],
+            *(None, -100, 0.0, 0.0, "none"),
         )
     ),
     "quack": _loss_of_torch(_at("quack.cross_entropy:cross_entropy", reduction="none")),
     "compile": _loss_of_torch(_compiled("cross_entropy")),
 }
+_LIGER_LINEAR = "liger_kernel.ops.fused_linear_cross_entropy"
+_QUACK_LINEAR = "quack.linear_cross_entropy:chunked_linear_cross_entropy"
 LINEAR_CROSS_ENTROPY: Peers = {
     "jla": _jla_loss("linear_cross_entropy_objective", "objective_sum"),
-    "liger": _loss_of_torch(
-        _of(
-            "liger_kernel.ops.fused_linear_cross_entropy:LigerFusedLinearCrossEntropyFunction.apply",
-            lambda f: lambda *arrays: f(*arrays)[0],
-        )
-    ),
-    "quack": _loss_of_torch(
-        _at("quack.linear_cross_entropy:chunked_linear_cross_entropy", tuned=False)
-    ),
+    "liger": _loss_of_torch(_first(f"{_LIGER_LINEAR}:LigerFusedLinearCrossEntropyFunction.apply")),
+    "quack": _loss_of_torch(_at(_QUACK_LINEAR, tuned=False)),
     "compile": _loss_of_torch(_compiled("linear_cross_entropy")),
 }
 LINEAR_CROSS_ENTROPY_IN_PARTS: Peers = {
@@ -375,8 +359,3 @@ def activation(name: str) -> Peers:
     """The peers of an activation or a gated unit."""
     of_liger = {"liger": _LIGER[name]} if name in _LIGER else {}
     return of_liger | {"compile": _compiled(name)}
-
-
-def dropout(name: str) -> Peers:
-    """PyTorch has kernels for it, in some cases faster than what it compiles."""
-    return {"compile": _compiled(name), "torch": _torch(name)}
