@@ -48,8 +48,8 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
 
 _GATED: dict[str, Any] = {"axes": "m h", "result": "m h"}
 _GATED |= {"forward": Cost("3 m h"), "backward": Cost("5 m h")}
-_APART = _GATED | {"split": "m h", "arguments": _PAIR}
-_HALVED = _GATED | {"split": "m", "arguments": _JOINED}
+_APART: dict[str, Any] = _GATED | {"split": "m h", "arguments": _PAIR}
+_HALVED: dict[str, Any] = _GATED | {"split": "m", "arguments": _JOINED}
 
 
 def _clamped(limit: float, **rest: Any) -> Case:

@@ -92,7 +92,7 @@ Arguments = tuple[Argument, ...]
 
 def arguments(**of: Any) -> Arguments:
     """Arguments by name: the axes of each, or a tuple of axes, `draw` and `role`."""
-    told = {name: (given,) if isinstance(given, str) else given for name, given in of.items()}
+    told: dict[str, Any] = {name: (g,) if isinstance(g, str) else g for name, g in of.items()}
     return tuple(Argument(name, *given) for name, given in told.items())
 
 

@@ -35,8 +35,11 @@ def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
 
 
 _OF_ROWS: dict[str, Any] = {"axes": "m d", "split": "m d"}
-_ONE = _OF_ROWS | {"op": "dropout", "arguments": arguments(x="m d")}
-_TWO = _OF_ROWS | {"op": "dropout_add", "arguments": arguments(x="m d", residual="m d")}
+_ONE: dict[str, Any] = _OF_ROWS | {"op": "dropout", "arguments": arguments(x="m d")}
+_TWO: dict[str, Any] = _OF_ROWS | {
+    "op": "dropout_add",
+    "arguments": arguments(x="m d", residual="m d"),
+}
 
 
 def _drawn(of: dict[str, Any], **rest: Any) -> Case:

@@ -22,6 +22,8 @@ W, W_GATE, W_UP = (Argument(name, "k h", matrix, "matrix") for name in ("w", "w_
 _ERRORS = Errors((512, 1024, 1024), (16, 128, 256))
 _SMALL, _WIDE = Shape((256, 256, 256), "float32"), Shape((8192, 4096, 14336))
 _PRODUCT: dict[str, Any] = {"axes": "m k h", "result": "m h", "split": "m h"}
+_ONE: dict[str, Any]
+_TWO: dict[str, Any]
 _ONE, _TWO = (
     _PRODUCT
     | {

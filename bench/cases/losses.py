@@ -85,6 +85,7 @@ _LINEAR |= {"forward": Cost("m k + k v", "8 m", "2 m k v"), "expression": _linea
 _ONCE, _TWICE = (Cost("2 m k + 2 k v", "12 m", f"{n} m k v") for n in (4, 6))
 """The backward, where logits are computed in the forward alone, and where again."""
 
+_MEAN: dict[str, Any] = {"expression": lambda *arrays: _linear(*arrays).mean()}
 LOGITS = Argument("logits", "m v", times(2))
 _ALONE: dict[str, Any] = {"op": "cross_entropy", "axes": "m v", "result": "m"}
 _ALONE |= {"forward": Cost("m v", "8 m"), "backward": Cost("2 m v", "12 m")}
@@ -117,7 +118,7 @@ CASES = [
         backward=_TWICE,
     ),
     Case(
-        **_LINEAR | {"expression": lambda *arrays: _linear(*arrays).mean()},
+        **_LINEAR | _MEAN,
         variant="in chunks",
         result="",
         split="m v",

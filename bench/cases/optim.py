@@ -41,7 +41,7 @@ CASES = [
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step over a tree of leaves of these `shapes`, by ``"fused_adamw"`` or ``"scale_gradients"``.
+    """A step over leaves of these `shapes`, by ``"fused_adamw"`` or ``"scale_gradients"``.
 
     It must read and write `nbytes`, and its gradients may come `scaled`; `options` are the
     optimizer's, other attributes those of a case of the bench.

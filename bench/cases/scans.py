@@ -105,7 +105,7 @@ _CONVOLUTION: dict[str, Any] = {"op": "causal_conv1d", "axes": "b l d w", "split
 _CONVOLUTION |= {"sequence": {"collective-permute": 3}}  # inputs, both ways, and their gradient
 _WEIGHT = Argument("weight", "d w", times(0.5), "parameter")
 _CONVOLVED = Argument("x", "b l d"), _WEIGHT, Argument("bias", "d", times(0.1), "parameter")
-_TIMED = _CONVOLUTION | {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
+_TIMED: dict[str, Any] = _CONVOLUTION | {"forward": Cost("2 b l d"), "backward": Cost("3 b l d")}
 _TIMED |= {"arguments": _CONVOLVED}
 
 CONVOLUTIONS = [
@@ -153,7 +153,7 @@ def _recurrence(a: Any, b: Any) -> Any:
     return _token_by_token(step, jnp.zeros_like(b[:, 0]), (a, b))
 
 
-_LINEAR = _CARRIES | {"op": "linear_scan", "axes": "b l d", "split": "b d"}
+_LINEAR: dict[str, Any] = _CARRIES | {"op": "linear_scan", "axes": "b l d", "split": "b d"}
 _LINEAR |= {"forward": Cost("3 b l d"), "backward": Cost("5 b l d")}
 _RECURRENT = arguments(a=("b l d", _decay), b="b l d")
 _EVEN = itertools.product((_SQUARE, _LARGE, (1, 65536, 1024)), ("bfloat16", "float32"))
@@ -204,7 +204,7 @@ _D, _STEP_BIASES = arguments(
     D=("d", constant(1.0), "float32"), dt_bias=("d", _step_biases, "float32")
 )
 _SOFTPLUS: dict[str, Any] = {"options": {"dt_softplus": True}}
-_SELECTIVE = _CARRIES | {
+_SELECTIVE: dict[str, Any] = _CARRIES | {
     "op": "selective_scan",
     "axes": "b l d n",
     "split": "b d",
@@ -274,7 +274,7 @@ _OF_HEADS = (
 _D_OF_HEADS = Argument("D", "heads", constant(1.0), "float32")
 _Z = Argument("z", "b l heads p")
 _OF_SSD = *_OF_HEADS, _D_OF_HEADS, Argument("dt_bias", "heads", constant(-3.0), "float32")
-_SSD = _CARRIES | {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
+_SSD: dict[str, Any] = _CARRIES | {"op": "ssd", "axes": "b l heads p n g", "split": "b heads"}
 
 
 def _ssd_of(forward: int, backward: int, *more: Argument) -> dict[str, Any]:
@@ -378,7 +378,11 @@ def _fractions(key: Any, shape: tuple[int, ...]) -> jax.Array:
 
 _OF_DELTA = arguments(q="b l g n", k=("b l g n", _unit), v="b l heads p")
 _BETA = Argument("beta", "b l heads", _fractions)
-_DELTA = _CARRIES | {"op": "gated_delta_rule", "axes": "b l heads p n g", "split": "b heads"}
+_DELTA: dict[str, Any] = _CARRIES | {
+    "op": "gated_delta_rule",
+    "axes": "b l heads p n g",
+    "split": "b heads",
+}
 _DELTA |= {"result": "b l heads p"}
 
 
