@@ -11,6 +11,7 @@ cancel, tells no more than the others. A correctly rounded result has errors of 
 a GPU ``--interpret`` runs the kernels. An op without kernels for a case chooses by itself.
 """
 
+import collections
 import contextlib
 import functools
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 from bench import program
 from bench.cases import TABLE
 from bench.cases.case import Case, dtypes, result_and_gradients, truth
-from bench.figures import NAMES, OURS, table
+from bench.figures import NAMES, OURS, pivot
 from bench.program import Row
 from jaxkern.core.dispatch import interpret_kernels
 
@@ -94,18 +95,20 @@ def measure(job: str) -> list[Row]:
 
 def text(report: Row) -> str:
     """The ledger's table, its origin, and what was not computed."""
-    by: dict[tuple[str, ...], dict[str, Row]] = {}
+    keys, by = ("op", "array", "dtype"), collections.defaultdict(dict)
     for row in report["rows"]:
-        by.setdefault((row["op"], row["array"], row["dtype"]), {})[row["implementation"]] = row
-    present = [n for n in IMPLEMENTATIONS if any(n in found for found in by.values())]
-    cells = [[*key, *(_cell(found.get(n)) for n in present)] for key, found in by.items()]
-    for line, found in zip(cells, by.values(), strict=True):
-        own = next(n for n in present if n in found)
-        line[3 + present.index(own)] += " ▼" if _worse(found) else ""
-    told = ", ".join(f"{key} {report[key]}" for key in ("device", "jax", "commit", "date"))
+        by[tuple(row[key] for key in keys)][row["implementation"]] = row
+
+    def told(row: Row) -> str:
+        found = by[tuple(row[key] for key in keys)]
+        marked = row is next(found[n] for n in IMPLEMENTATIONS if n in found) and _worse(found)
+        return _cell(row) + (" ▼" if marked else "")
+
+    names = {n: NAMES.get(n, n) for n in IMPLEMENTATIONS if any(n in of for of in by.values())}
+    origin = ", ".join(f"{key} {report[key]}" for key in ("device", "jax", "commit", "date"))
     parts = [
-        f"{told}; {report['clock']}.",
-        table(["op", "array", "dtype", *(NAMES.get(name, name) for name in present)], cells),
+        f"{origin}; {report['clock']}.",
+        pivot(report["rows"], keys, "implementation", told, names),
         *(f"Not computed: {line}" for line in report["refused"]),
         *(f"Failed: {line}" for line in report["failed"]),
     ]
@@ -117,9 +120,7 @@ def _worse(found: dict[str, Row]) -> bool:
     return EXPRESSION in found and ours["mean_ulp"] > 2 * found[EXPRESSION]["mean_ulp"]
 
 
-def _cell(row: Row | None) -> str:
-    if row is None:
-        return ""
+def _cell(row: Row) -> str:
     beyond = f", {100 * row['beyond']:.2g}%" if "beyond" in row else ""
     return f"{row['max_ulp']:.3g} ({row['mean_ulp']:.2g}){beyond}"
 

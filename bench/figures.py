@@ -9,7 +9,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,10 @@ class Results:
     def of(self, command: str) -> list[Row]:
         """The files of a command, by the end of their names."""
         return [one for name, one in self.files if name.endswith(f"-{command}.json")]
+
+    def rows_of(self, command: str) -> list[Row]:
+        """The rows of these files."""
+        return [row | {"GPU": one["device"]} for one in self.of(command) for row in one["rows"]]
 
     @functools.cached_property
     def rows(self) -> list[Row]:
@@ -287,6 +291,34 @@ def table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
     """A table in Markdown."""
     table = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in table)
+
+
+def pivot(
+    rows: Iterable[Row],
+    index: Sequence[str],
+    column: str,
+    value: str | Callable[[Row], str],
+    names: dict[str, str] | None = None,
+) -> str:
+    """A table of a value by some keys and a column; of several rows the last counts.
+
+    Args:
+      rows: what is shown.
+      index: keys whose values are the first cells of a line.
+      column: the key whose values are the other columns.
+      value: its key, or what tells it.
+      names: the columns and their headings; by default all.
+    """
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        told = value(row) if callable(value) else row[value]
+        told = f"{told:,.4g}" if isinstance(told, float) else told
+        of_line = found.setdefault(tuple(str(row[key]) for key in index), {})
+        of_line[str(row[column])] = f"{told:,}" if isinstance(told, int) else told
+    every = dict.fromkeys(name for by in found.values() for name in by)
+    names = names or {name: name_of(name) for name in every}
+    cells = [[*key, *(by.get(name, "") for name in names)] for key, by in found.items()]
+    return table([*index, *names.values()], cells)
 
 
 def write_csv(rows: Sequence[Row], out: Path) -> None:

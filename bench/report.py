@@ -13,6 +13,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jaxkern
 from bench import accuracy, compiled, pictures, program
@@ -27,6 +28,7 @@ from bench.figures import (
     Row,
     duration,
     name_of,
+    pivot,
     plain_shape,
     steady,
     table,
@@ -142,51 +144,20 @@ def _slower_ops(results: Results) -> str:
     return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def pivot(
-    files: Iterable[Row],
-    index: Sequence[str],
-    column: str,
-    value: str | Callable[[Row], str],
-    names: dict[str, str] | None = None,
-) -> str:
-    """A table of a value by some keys and a column; of several rows the last counts.
-
-    Args:
-      files: whose rows are shown.
-      index: keys whose values are the first cells of a line.
-      column: the key whose values are the other columns.
-      value: its key, or what tells it.
-      names: the columns and their headings; by default all.
-    """
-    found: dict[tuple[str, ...], dict[str, str]] = {}
-    for row in (row for one in files for row in one["rows"]):
-        told = value(row) if callable(value) else row[value]
-        told = f"{told:,.4g}" if isinstance(told, float) else told
-        of_line = found.setdefault(tuple(str(row[key]) for key in index), {})
-        of_line[str(row[column])] = f"{told:,}" if isinstance(told, int) else told
-    every = dict.fromkeys(name for by in found.values() for name in by)
-    names = names or {name: name_of(name) for name in every}
-    cells = [[*key, *(by.get(name, "") for name in names)] for key, by in found.items()]
-    return table([*index, *names.values()], cells)
-
-
 def _layers(results: Results) -> str:
     """Forward and backward of the layers, and the memory kept in between."""
-    at, names = (
-        "`d_model`, batch × tokens",
-        {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "KDA"},
-    )
+    at = "`d_model`, batch × tokens"
+    names = {"mamba2": "Mamba-2", "gdn": "Gated DeltaNet", "kda": "KDA"}
     size = "{d_model:,}, {batch} × {length:,}".format_map
-    rows = [
-        row | {at: size(row), "GPU": one["device"].split()[1], "layer": names[row["layer"]]}
-        for one in results.of("layers")
-        for row in one["rows"]
+    rows = (
+        row | {at: size(row), "GPU": row["GPU"].split()[1], "layer": names[row["layer"]]}
+        for row in results.rows_of("layers")
         if row["implementation"] != "xla"
-    ]
+    )
     by = {"auto": "jaxkern", "jaxkern-cheap": "`remat.CHEAP`", "jaxkern-scan": "`remat.SCAN`"}
     by |= {name: name_of(name) for name in ("jla", "mamba_ssm")}
     told = lambda row: f"{duration(row['both_us'])}, {row['kept_mib']:,.0f} MiB"
-    return pivot([{"rows": rows}], ["layer", "GPU", at], "implementation", told, by)
+    return pivot(rows, ["layer", "GPU", at], "implementation", told, by)
 
 
 def _delta_rule(results: Results) -> str:
@@ -210,12 +181,10 @@ def _delta_rule(results: Results) -> str:
 
 
 def _devices(results: Results, files: str = "devices") -> str:
-    rows = [row for one in results.of(files) for row in one["rows"]]
     heads = {"devices": "GPUs", "tokens_per_second": "tokens/s", "peak_gib": "peak, GiB"}
-    keys = ["what", "sizes", "mesh", "devices", "ms", "tokens_per_second"]
-    keys += ["efficiency", "peak_gib"]
+    keys = ("what", "sizes", "mesh", "devices", "ms", "tokens_per_second", "efficiency", "peak_gib")
     shown = lambda value: f"{value:,}" if isinstance(value, int) else str(value)
-    cells = ([shown(row[key]) for key in keys] for row in rows)
+    cells = ([shown(row[key]) for key in keys] for row in results.rows_of(files))
     return table([heads.get(key, key) for key in keys], cells)
 
 
@@ -327,14 +296,14 @@ def families() -> dict[str, list[str]]:
 
 def _saved(results: Results) -> str:
     """The best time of a step of each machine, with checkpoints and without."""
-    rows = [
-        row | {"GPU": one["device"]} for one in results.of("checkpoints") for row in one["rows"]
-    ]
-    slowest_first = sorted(rows, key=lambda row: (row["GPU"], -row["ms"]))
-    return pivot([{"rows": slowest_first}], ("GPU", "preset"), "checkpoints", "ms", SAVED)
+    slowest_first = sorted(results.rows_of("checkpoints"), key=lambda r: (r["GPU"], -r["ms"]))
+    names = {"True": "every 100 steps", "False": "none"}
+    return pivot(slowest_first, ("GPU", "preset"), "checkpoints", "ms", names)
 
 
-SAVED = {"True": "every 100 steps", "False": "none"}
+def _pivot(command: str, *of: Any) -> Callable[[Results], str]:
+    return lambda results: pivot(results.rows_of(command), *of)
+
 
 FIGURES: dict[str, Callable[[Results], str]] = {
     "headline": _headline,
@@ -350,8 +319,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "meshes": lambda _: compiled.meshes(),
     "collectives": lambda _: compiled.collectives(),
     "training": _training,
-    "decoding": lambda r: pivot(r.of("decode"), ("preset", "batch"), "by", "tokens_per_second"),
-    "first": lambda r: pivot(r.of("first-step"), ("preset", "devices"), "cache", "first_step_s"),
+    "decoding": _pivot("decode", ("preset", "batch"), "by", "tokens_per_second"),
+    "first": _pivot("first-step", ("preset", "devices"), "cache", "first_step_s"),
     "saved": _saved,
     "lost": _slower,
     "files": _files,

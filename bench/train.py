@@ -117,9 +117,7 @@ class Trainer(NamedTuple):
 
     batch: int
     parameters: int
-    step: Callable[[int], Any]  # starts step i, and returns what to wait for, which has the loss
-    wait: Callable[[Any], Any]
-    loss: Callable[[Any], float]
+    step: Callable[[int], tuple[Any, Any]]  # starts step i: its loss, and what waits for its end
     told: Callable[[], Row]  # after all steps, what else belongs in the row
 
 
@@ -229,12 +227,11 @@ def of_jax(job: Job) -> Trainer:
                 raise
             batch //= 2
     held = list(jax.jit(init)())
-    parameters = count_params(held[0])
     batches = [jax.device_put(windows, device) for windows in draw(job, batch)]
 
     def advance(i: int) -> Any:
         *held[:], loss = compiled(*held, batches[i % BATCHES])
-        return loss
+        return loss, loss.block_until_ready
 
     def told() -> Row:
         m: Any = compiled.memory_analysis()
@@ -246,7 +243,7 @@ def of_jax(job: Job) -> Trainer:
             "versions": versions("jax", *([] if own else ["jla"])),
         }
 
-    return Trainer(batch, parameters, advance, jax.block_until_ready, float, told)
+    return Trainer(batch, count_params(held[0]), advance, told)
 
 
 def mamba_ssm_model(m: ModelConfig, dtype: Any) -> Any:
@@ -297,16 +294,14 @@ def of_torch(job: Job) -> Trainer:
         if not first_step:
             end.synchronize()
             first_step.append(time.perf_counter() - start)
-        return end, loss.detach()
+        return loss.detach(), end.synchronize
 
     told = lambda: {
         "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 2),
         "compile_s": round(first_step[0], 1),
         "versions": versions("torch", "triton", "mamba_ssm", "causal_conv1d"),
     }
-    wait, loss = (lambda handle: handle[0].synchronize()), (lambda handle: float(handle[1]))
-    parameters = sum(p.numel() for p in model.parameters())
-    return Trainer(job.batch, parameters, advance, wait, loss, told)
+    return Trainer(job.batch, sum(p.numel() for p in model.parameters()), advance, told)
 
 
 def versions(*names: str) -> str:
@@ -336,14 +331,15 @@ def product_operations(model: ModelConfig) -> int:
 def measure(job: Job) -> Row:
     """Trains, and returns the row."""
     trainer = (of_torch if job.contender == "mamba_ssm" else of_jax)(job)
-    started, ends = [], []
-    for i in range(job.warmup + job.steps):
-        started.append(trainer.step(i))
+    losses, waits, ends = [], [], []
+    for i in range(job.warmup + job.steps + 1):
+        if i < job.warmup + job.steps:
+            loss, wait = trainer.step(i)
+            losses.append(loss)
+            waits.append(wait)
         if i:
-            trainer.wait(started[i - 1])
+            waits[i - 1]()
             ends.append(time.perf_counter())
-    trainer.wait(started[-1])
-    ends.append(time.perf_counter())
     times = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
     ms = timing.Timing.of(times[-job.steps :])
     per_second = 1e3 * trainer.batch * job.length / ms.median
@@ -353,14 +349,14 @@ def measure(job: Job) -> Row:
         "batch": trainer.batch,
         "contender": job.contender,
         "tokens_per_second": round(per_second),
-        "ms": round(ms.median, 2),
-        "ms_low": round(ms.low, 2),
-        "ms_high": round(ms.high, 2),
+        **{
+            name: round(of, 2) for name, of in zip(("ms", "ms_low", "ms_high"), ms[:3], strict=True)
+        },
         "steps": ms.calls,
         "tflop_s": round(per_second * product_operations(job.model) * 1e-12, 1),
         "parameters": trainer.parameters,
-        "first_loss": round(trainer.loss(started[0]), 3),
-        "last_loss": round(statistics.mean(map(trainer.loss, started[-BATCHES:])), 3),
+        "first_loss": round(float(losses[0]), 3),
+        "last_loss": round(statistics.mean(map(float, losses[-BATCHES:])), 3),
         **trainer.told(),
     }
 
@@ -490,12 +486,16 @@ class Decoding:
         return dataclasses.replace(PRESETS[self.preset].model, vocab_size=self.vocab_size)
 
 
-Decode = Callable[[np.ndarray, int], np.ndarray]
-"""Prompts (B, prompt) and how many tokens -> these, (B, tokens), on the host."""
+class Decoder(NamedTuple):
+    """A model that is ready to decode: prompts (B, prompt), tokens -> (B, tokens), on the host."""
+
+    decode: Callable[[np.ndarray, int], np.ndarray]
+    versions: str
+    peak: Callable[[], float | None]  # GiB
 
 
-def decoder_of_jax(job: Decoding) -> tuple[Decode, str]:
-    """The library's own model, as ``jaxkern sample`` runs it or in bf16, and its versions."""
+def decoder_of_jax(job: Decoding) -> Decoder:
+    """The library's own model, as ``jaxkern sample`` runs it or in bf16."""
     policy = Policy.parse(_PRECISIONS[job.contender])
     graphdef = make_model(job.model, Options(policy))
     params = jax.jit(lambda: policy.cast_to_params(initial_params(job.model)))()
@@ -506,14 +506,15 @@ def decoder_of_jax(job: Decoding) -> tuple[Decode, str]:
         )
         return np.concatenate(list(chunks), axis=1)
 
-    return decode, versions("jax")
+    return Decoder(decode, versions("jax"), lambda: peak_gib(jax.local_devices()[0]))
 
 
-def decoder_of_torch(job: Decoding) -> tuple[Decode, str]:
+def decoder_of_torch(job: Decoding) -> Decoder:
     """The model of mamba_ssm, or that of transformers, on a GPU where there is one."""
     import torch  # pyright: ignore[reportMissingImports]
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
     if job.contender == "mamba_ssm":
         model = mamba_ssm_model(job.model, torch.bfloat16).eval()
         told = versions("torch", "triton", "mamba_ssm", "causal_conv1d")
@@ -537,21 +538,13 @@ def decoder_of_torch(job: Decoding) -> tuple[Decode, str]:
             how |= {"max_new_tokens": length, "min_new_tokens": length}
         return model.generate(ids, **how)[:, ids.shape[1] :].cpu().numpy()
 
-    return decode, told
-
-
-def _peak(job: Decoding) -> float | None:
-    if job.contender in _PRECISIONS:
-        return peak_gib(jax.local_devices()[0])
-    import torch  # pyright: ignore[reportMissingImports]
-
-    cuda = torch.cuda.is_available()
-    return round(torch.cuda.max_memory_allocated() / GIB, 2) if cuda else None
+    peak = lambda: round(torch.cuda.max_memory_allocated() / GIB, 2) if cuda else None
+    return Decoder(decode, told, peak)
 
 
 def measure_decoding(job: Decoding) -> list[Row]:
     """Decodes, and returns a row for each batch."""
-    decode, told = (decoder_of_jax if job.contender in _PRECISIONS else decoder_of_torch)(job)
+    decode, told, peak = (decoder_of_jax if job.contender in _PRECISIONS else decoder_of_torch)(job)
     rng = np.random.default_rng(0)
     rows = []
     for batch in job.batches:
@@ -568,7 +561,7 @@ def measure_decoding(job: Decoding) -> list[Row]:
         for length in (1 + job.tokens, 1):  # compiles, and captures graphs
             seconds(length)
         first = statistics.median(seconds(1) for _ in range(job.repeats))
-        whole = [seconds(1 + job.tokens) for _ in range(job.repeats)]
+        whole = (seconds(1 + job.tokens) for _ in range(job.repeats))
         ms = [1e3 * (s - first) / job.tokens for s in whole]
         step = statistics.median(ms)
         rows.append(
@@ -581,7 +574,7 @@ def measure_decoding(job: Decoding) -> list[Row]:
                 "ms_low": round(min(ms), 3),
                 "ms_high": round(max(ms), 3),
                 "ms_first": round(1e3 * first, 2),
-                "peak_gib": _peak(job),
+                "peak_gib": peak(),
                 "versions": told,
             }
         )

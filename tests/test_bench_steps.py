@@ -237,14 +237,14 @@ def test_speed_is_that_of_the_steps_after_the_first_token(monkeypatch):
         now += 0.5 + 0.25 * (length - 1)
         return prompts[:, :1].repeat(length, axis=1)
 
-    monkeypatch.setattr(train, "decoder_of_jax", lambda job: (decode_slowly, ""))
+    monkeypatch.setattr(train, "decoder_of_jax", lambda job: (decode_slowly, "", lambda: None))
     monkeypatch.setattr(train.time, "perf_counter", lambda: now)
     rows = train.measure_decoding(DECODED)
     assert [row["tokens_per_second"] for row in rows] == [4, 12]
     found = {(row["ms_first"], row["ms_low"], row["ms_step"], row["ms_high"]) for row in rows}
     assert found == {(500, 250, 250, 250)}
     monkeypatch.setattr(
-        train, "decoder_of_jax", lambda job: (lambda prompts, _: prompts[:, :1], "")
+        train, "decoder_of_jax", lambda job: (lambda prompts, _: prompts[:, :1], "", None)
     )
     with pytest.raises(RuntimeError, match=r"gave \(1, 1\) tokens, not \(1, 17\)"):
         train.measure_decoding(DECODED)

@@ -63,27 +63,19 @@ def constant(value: float) -> Callable[..., jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """An array that an op takes.
-
-    Attributes:
-      name: what the reader calls it, and the op if it takes it by keyword alone.
-      axes: names of its axes, or their sizes, as in ``"m 2h"``.
-      draw: ``draw(key, shape)``, in float32.
-      role: its part in a model, by which a reader chooses its dtype: ``"data"``, ``"matrix"``,
-        ``"parameter"``; ``"float32"`` or ``"int32"`` for what always has that dtype.
-    """
+    """An array that an op takes, by keyword where it takes it so alone."""
 
     name: str
-    axes: str
-    draw: Callable[[Any, tuple[int, ...]], jax.Array] = normal
+    axes: str  # their names, or their sizes, as in "m 2h"
+    draw: Callable[[Any, tuple[int, ...]], jax.Array] = normal  # of a key and a shape, in float32
+    # Its part in a model, by which a reader chooses its dtype, "data", "matrix" or "parameter", or
+    # the dtype that it always has, "float32" or "int32".
     role: str = "data"
 
     def shape(self, sizes: Sizes) -> tuple[Any, ...]:
-        """The shape for axes of these sizes."""
         return tuple(size for _, size in dimensions(self.axes, sizes))
 
     def type(self, sizes: Sizes, dtypes: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-        """Shape and dtype, by :func:`dtypes`."""
         return jax.ShapeDtypeStruct(self.shape(sizes), dtypes[self.role])
 
 
@@ -120,19 +112,12 @@ def dtypes(data: Any, matrices: Any = None, parameters: Any = None) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The least that a pass takes; each is a sum of products of sizes, as ``"m k + k h"``.
+    """The least that a pass takes; each is a sum of products of sizes, as ``"m k + k h"``."""
 
-    Attributes:
-      elements: that it reads or writes, each array once, in the dtype of the data.
-      nbytes: that it reads and writes besides.
-      operations: multiplications and additions of its matrix products.
-      exponentials: where these may take longer than the bytes.
-    """
-
-    elements: str
-    nbytes: str = ""
-    operations: str = ""
-    exponentials: str = ""
+    elements: str  # that it reads or writes, each array once, in the dtype of the data
+    nbytes: str = ""  # that it reads and writes besides
+    operations: str = ""  # multiplications and additions of its matrix products
+    exponentials: str = ""  # where these may take longer than the bytes
 
 
 def total(terms: str, sizes: Sizes) -> int:
@@ -144,90 +129,61 @@ def total(terms: str, sizes: Sizes) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A shape at which an op is timed.
+    """A shape at which an op is timed."""
 
-    Attributes:
-      sizes: of the axes, in the order of the case's.
-      dtype: of the data.
-      word: what the tables add to the shape for the `options`.
-      options: of the call, beside the case's.
-    """
-
-    sizes: tuple[int, ...]
-    dtype: str = "bfloat16"
-    word: str = ""
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sizes: tuple[int, ...]  # of the axes, in the order of the case's
+    dtype: str = "bfloat16"  # of the data
+    word: str = ""  # what the tables add to the shape for the options
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # beside the case's
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """The sizes at which an op's errors are measured.
+    """The sizes at which an op's errors are measured."""
 
-    Attributes:
-      sizes: of the axes, in the order of the case's.
-      small: the same for a machine without a GPU; ``None`` leaves the case out there.
-      bound: of another library's test, relative and absolute: the share of errors beyond their
-        sum is told of the result, and nothing of gradients.
-    """
-
-    sizes: tuple[int, ...]
-    small: tuple[int, ...] | None
+    sizes: tuple[int, ...]  # of the axes, in the order of the case's
+    small: tuple[int, ...] | None  # for a machine without a GPU, where None leaves the case out
+    # Of another library's test, relative and absolute: the share of errors beyond their sum is told
+    # of the result, and nothing of gradients.
     bound: tuple[float, float] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Case:
-    """An op, called in one way.
+    """An op, called in one way."""
 
-    Attributes:
-      op: its public name.
-      variant: what is special about the call.
-      axes: names of the axes, in the order in which tables write a shape.
-      arguments: the arrays that it takes.
-      result: names of the axes of its first result, ``""`` for one number, where they are not those
-        of the first argument.
-      split: the axes over which a mesh may split a call, each alone, with no gather; the arrays may
-        be split over any other, and are gathered, but for a sequence.
-      sequence: the collectives of value and gradient where L is split, beside sums over devices, by
-        name; ``None`` where a split L is gathered.
-      features: those of a norm whose rows are split, if `split` has ``d``.
-      options: its other arguments, by keyword.
-      run: ``run(*arrays, implementation=..., **options)``, where that is not the op itself.
-      expression: what a user would write, in the dtypes of the arguments; it shares no code with
-        the op. In float64 it is the truth.
-      forward, backward: the cost of the passes; without a backward the op is not differentiated.
-      passes: those that are timed. Where others compute the gradient in the forward, backward alone
-        compares with nothing.
-      peers: what makes another library's function of the same arrays, by the library's name.
-      drawn: whether the result is random, and another library's another one.
-      shapes: at which it is timed.
-      small: the same for a machine without a GPU.
-      errors: where its errors are measured.
-      kernels: whether the op has kernels for any sizes, if it can be asked for them.
-      strict: whether the tests of JAX's strict modes, symbolic shapes and dtypes run it.
-    """
-
-    op: str
-    variant: str = ""
-    axes: str
-    arguments: tuple[Argument, ...]
+    op: str  # its public name
+    variant: str = ""  # what is special about the call
+    axes: str  # their names, in the order in which tables write a shape
+    arguments: Arguments  # the arrays that it takes
+    # The axes of its first result, "" for one number, where they are not the first argument's.
     result: str | None = None
+    # The axes over which a mesh may split a call, each alone, with no gather; the arrays may be
+    # split over any other, and are gathered, but for a sequence.
     split: str = ""
+    # The collectives of value and gradient, beside sums over devices, by name: where L is split
+    # (None where a split L is gathered), and where the features of a norm are, if `split` has "d".
     sequence: Mapping[str, int] | None = None
     features: Mapping[str, int] | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by keyword
+    # ``run(*arrays, implementation=..., **options)``, where that is not the op itself.
     run: Callable[..., Any] | None = None
+    # What a user would write, in the dtypes of the arguments; it shares no code with the op. In
+    # float64 it is the truth.
     expression: Callable[..., Any] | None = None
     forward: Cost | None = None
-    backward: Cost | None = None
+    backward: Cost | None = None  # without it the op is not differentiated
+    # Those that are timed. Where others compute the gradient in the forward, backward alone
+    # compares with nothing.
     passes: Sequence[str] = ("forward", "both", "backward")
+    # What makes another library's function of the same arrays, by the library's name.
     peers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
-    drawn: bool = False
-    shapes: Sequence[Shape] = ()
-    small: Shape | None = None
+    drawn: bool = False  # whether the result is random, and another library's another one
+    shapes: Sequence[Shape] = ()  # at which it is timed
+    small: Shape | None = None  # the same for a machine without a GPU
     errors: Errors | None = None
-    kernels: bool = True
-    strict: bool = False
+    kernels: bool = True  # whether the op has some for any sizes, if it can be asked for them
+    strict: bool = False  # whether tests of strict modes, symbolic shapes and dtypes run it
 
     @property
     def name(self) -> str:
@@ -236,28 +192,24 @@ class Case:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the arguments."""
         return tuple(argument.name for argument in self.arguments)
 
     @property
     def has_kernels(self) -> bool:
         """Whether the op has implementations to choose from."""
-        return self.kernels and self._takes_implementation
+        return self.kernels and self._takes("implementation")
 
-    @property
-    def _takes_implementation(self) -> bool:
-        return self.run is not None or "implementation" in self._parameters
-
-    @property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
-        return inspect.signature(getattr(jaxkern, self.op)).parameters
+    def _takes(self, keyword: str) -> bool:
+        """Whether the op has a parameter that is given by keyword alone; what runs it has any."""
+        if self.run is not None:
+            return True
+        found = inspect.signature(getattr(jaxkern, self.op)).parameters.get(keyword)
+        return found is not None and found.kind is inspect.Parameter.KEYWORD_ONLY
 
     def sizes(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The sizes of the axes by name."""
         return dict(zip(self.axes.split(), values, strict=True))
 
     def types(self, sizes: Sizes, dtypes: Mapping[str, Any]) -> list[jax.ShapeDtypeStruct]:
-        """The arguments' shapes and dtypes."""
         return [argument.type(sizes, dtypes) for argument in self.arguments]
 
     def specs(self, axis: str, over: str, sizes: Sizes) -> tuple[PartitionSpec, ...]:
@@ -275,11 +227,8 @@ class Case:
         The gradient of an array that does not have the axis is a sum over devices; XLA joins
         several.
         """
-        names = [
-            {name for name, _ in dimensions(a.axes, dict.fromkeys(AXES, 1))}
-            for a in self.arguments
-            if a.axes
-        ]
+        sizes = dict.fromkeys(AXES, 1)
+        names = (dict(dimensions(a.axes, sizes)) for a in self.arguments if a.axes)
         sums = {"all-reduce": 1} if any(axis not in of_one for of_one in names) else {}
         of_axis = {"l": self.sequence, "d": self.features}.get(axis)
         return sums | dict(of_axis or {})
@@ -298,17 +247,13 @@ class Case:
         Without kernels the op chooses for every `implementation` but plain JAX.
         """
         given = {**self.options, **options}
-        if self.has_kernels or (implementation == "xla" and self._takes_implementation):
+        if self.has_kernels or (implementation == "xla" and self._takes("implementation")):
             given["implementation"] = implementation
         if self.run is not None:
             return self.run(*arrays, **given)
-        parameters = self._parameters
-        named = [
-            name in parameters and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-            for name in self.names
-        ]
-        by_keyword = {n: a for n, a, k in zip(self.names, arrays, named, strict=True) if k}
-        by_place = [a for a, k in zip(arrays, named, strict=True) if not k]
+        named = dict(zip(self.names, arrays, strict=True))
+        by_keyword = {name: a for name, a in named.items() if self._takes(name)}
+        by_place = (a for name, a in named.items() if name not in by_keyword)
         return getattr(jaxkern, self.op)(*by_place, **by_keyword, **given)
 
 
