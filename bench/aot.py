@@ -12,7 +12,6 @@ With another version of JAX than the committed figures are from, only spills, pa
 and collectives count, and serialized products; ``--write`` notes them beside those figures.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -78,17 +77,12 @@ pass is plain JAX; memory, collectives and bytes of a training step."""
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """The training step of a preset on a number of devices.
-
-    Attributes:
-      mesh: as ``jaxkern train --mesh`` has it; by default all devices are for the batch.
-      layers: how many the model has; by default the preset's.
-    """
+    """The training step of a preset on a number of devices."""
 
     preset: str
     devices: int
-    mesh: str = ""
-    layers: int | None = None
+    mesh: str = ""  # as ``jaxkern train --mesh`` has it; by default all devices are for the batch
+    layers: int | None = None  # by default the preset's
 
 
 @functools.cache
@@ -121,9 +115,9 @@ def compiled(gpu: str, name: str) -> Row:
         every = [kernel for of in kernels.values() for kernel in of]
         if of_step:
             told["training"] = _training(result.memory_analysis(), text)
-    line = f"{time.perf_counter() - start:.1f} s, {len(every)} kernels, at most "
-    line += f"{max((k.registers for k in every), default=0)} registers, "
-    return told | {"line": line + f"{sum(k.spills for k in every)} bytes spilled"}
+    registers, spills = max((k.registers for k in every), default=0), sum(k.spills for k in every)
+    line = f"{time.perf_counter() - start:.1f} s, {len(every)} kernels, at most {registers} "
+    return told | {"line": line + f"registers, {spills} bytes spilled"}
 
 
 def _training(stats: Any, text: str) -> Row:
@@ -159,11 +153,11 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
         give = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
         return jax.tree.map(give, jax.eval_shape(f, *args))
 
-    def falling_back(name: Any, kernel: Any, reference: Any, unfit: Any, _: bool, *a: Any) -> Any:
-        return kernel_call.kernel_call(name, kernel, reference, unfit, False, *a)
-
-    arrays = shapes_of(case.arrays, jax.random.key(0))
     # "mosaic" has kernels also where XLA is faster, and here no error where one does not fit.
+    falling_back = lambda name, kernel, reference, unfit, _, *a: kernel_call.kernel_call(
+        name, kernel, reference, unfit, False, *a
+    )
+    arrays = shapes_of(case.arrays, jax.random.key(0))
     with mock.patch.object(kernel_pass, "kernel_call", falling_back):
         if isinstance(case, Step):
             init, run = steps.program(case, "mosaic")
@@ -237,28 +231,29 @@ def differences(was: Row, now: Row, names: Iterable[str]) -> Iterator[str]:
                 yield f"{name}: is {'new' if before is None else 'missing'}"
             continue
         for kernel in sorted({*before, *after}):
-            counted = [[Kernel(*k) for k in part.get(kernel, ())] for part in (before, after)]
-            if same and len(counted[0]) != len(counted[1]):
-                yield f"{name}: kernels {kernel}: was {len(counted[0])}, is {len(counted[1])}"
-            spills = max((k.spills for k in counted[1]), default=0)
-            if spills and counted[0] and not any(k.spills for k in counted[0]):
+            old, new = ([Kernel(*k) for k in part.get(kernel, ())] for part in (before, after))
+            if same and len(old) != len(new):
+                yield f"{name}: kernels {kernel}: was {len(old)}, is {len(new)}"
+            spills = max((k.spills for k in new), default=0)
+            if spills and old and not any(k.spills for k in old):
                 yield f"{name}: spills of {kernel}: was 0 bytes, is {spills}"
         plain = now["plain"].get(name, {}).items() - was["plain"].get(name, {}).items()
         yield from (f"{name}: {kernel} is plain JAX: {reason}" for kernel, reason in sorted(plain))
         if name not in now["training"]:
             continue
         before, after = was["training"].get(name), now["training"][name]
-        for kind in COLLECTIVES:
-            counts = [part["collectives"].get(kind, 0) for part in (before, after)]
-            if counts[0] != counts[1]:
-                yield f"{name}: {kind}: was {counts[0]}, is {counts[1]}"
+        yield from other_counts(name, before["collectives"], after["collectives"])
+        gib = lambda size: f"{size / 2**30:.2f} GiB"
         for part, told in ("memory", "memory of a device"), ("copied", "bytes copied"):
             if same and after[part] > GROWTH * before[part]:
-                yield f"{name}: {told}: was {_gib(before[part])}, is {_gib(after[part])}"
+                yield f"{name}: {told}: was {gib(before[part])}, is {gib(after[part])}"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def other_counts(name: str, was: dict[str, int], now: dict[str, int]) -> Iterator[str]:
+    """Tells where the number of a kind of collective differs."""
+    for kind in sorted({*was, *now}, key=COLLECTIVES.index):
+        if was.get(kind, 0) != now.get(kind, 0):
+            yield f"{name}: {kind}: was {was.get(kind, 0)}, is {now.get(kind, 0)}"
 
 
 # The command
@@ -296,14 +291,13 @@ def main(argv: list[str] | None = None) -> int:
     return status("aot", faults)
 
 
-def _on_generation(
-    gpu: str, names: list[str], versions: dict[str, str], args: argparse.Namespace
-) -> list[str]:
+def _on_generation(gpu: str, names: list[str], versions: Row, args: Any) -> list[str]:
     """Compiles the tasks of these names for a GPU, compares or writes, and tells faults."""
     path, was = path_of(GPUS[gpu]), held_for(GPUS[gpu])
     if "jax" not in was and not args.write:
         return [f"{path} is missing"]
-    if args.write and _newer(versions["jax"], was.get("jax", "")):
+    numbers = lambda version: [int(number) for number in re.findall(r"\d+", version)]
+    if args.write and numbers(versions["jax"]) > numbers(was.get("jax", "")):
         was = {"jax": versions["jax"], **{part: {} for part in PARTS}}
     other = was["jax"] != versions["jax"]
     if gpu != "h200":
@@ -347,11 +341,6 @@ def status(command: str, faults: Sequence[str]) -> int:
     """The status of a command, whose faults it tells."""
     print(*(f"bench.{command}: {fault}\n" for fault in faults), sep="", end="", file=sys.stderr)
     return 1 if faults else 0
-
-
-def _newer(version: str, other: str) -> bool:
-    numbers = lambda text: [int(number) for number in re.findall(r"\d+", text)]
-    return numbers(version) > numbers(other)
 
 
 def run(f: Callable[..., Row], todo: Sequence[Task], jobs: int) -> Iterator[tuple[Task, Any]]:

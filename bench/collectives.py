@@ -25,20 +25,8 @@ from jaxkern.core.target import GPUS
 
 PATH = RESULTS / "aot-collectives.json"
 
-SIZES = {
-    "m": (8, 2048),
-    "b": 8,
-    "l": 2048,
-    "d": 1536,
-    "k": 1024,
-    "h": 4096,
-    "v": 50304,
-    "n": 16,
-    "w": 4,
-    "heads": 24,
-    "p": 64,
-    "g": 1,
-}
+SIZES = {"m": (8, 2048), "b": 8, "l": 2048, "d": 1536, "k": 1024, "h": 4096, "v": 50304}
+SIZES |= {"n": 16, "w": 4, "heads": 24, "p": 64, "g": 1}
 """The sizes of the axes on 8 devices."""
 
 MORE = {"m": (64, 2048), "b": 64, "l": 16384, "d": 4096, "heads": 192}
@@ -54,16 +42,9 @@ and of the op where it is not packed."""
 IN_PARTS = "linear_cross_entropy, in parts", "linear_cross_entropy, in chunks"
 """They have ways to be split of their own, and no symbolic shapes."""
 
-ON_64 = {
-    "rms_norm": "m d",
-    "linear": "m h k",
-    "linear_cross_entropy": "m",
-    "mlp": "h",
-    "causal_conv1d, continued": "l",
-    "selective_scan": "b d l",
-    "ssd": "heads l",
-    "fused_adamw": "k",
-}
+ON_64 = {"rms_norm": "m d", "linear": "m h k", "linear_cross_entropy": "m", "mlp": "h"}
+ON_64 |= {"causal_conv1d, continued": "l", "selective_scan": "b d l", "ssd": "heads l"}
+ON_64 |= {"fused_adamw": "k"}
 """Axes of cases that are also compiled for 64 devices."""
 
 Held = dict[str, dict[str, list[int]]]
@@ -132,10 +113,8 @@ def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
             continue
         for direction, told in held.items():
             before = was[name].get(direction, {})
-            for kind in sorted({*before, *told}):
-                counts = [of.get(kind, [0])[0] for of in (before, told)]
-                if counts[0] != counts[1]:
-                    yield f"{name}, {direction}: {kind}: was {counts[0]}, is {counts[1]}"
+            counts = ({kind: count for kind, (count, _) in of.items()} for of in (before, told))
+            yield from aot.other_counts(f"{name}, {direction}", *counts)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -172,10 +151,6 @@ def main(argv: list[str] | None = None) -> int:
 def exchanged(of_passes: Held) -> tuple[str, str]:
     """The collectives of the forward, and of both passes."""
 
-    def cell(direction: str) -> str:
-        found = of_passes.get(direction)
-        if found is None:
-            return "not differentiated"
-        return ", ".join(f"{count} {kind}" for kind, (count, _) in found.items()) or "nothing"
-
-    return cell("forward"), cell("both")
+    counts = lambda found: ", ".join(f"{count} {kind}" for kind, (count, _) in found.items())
+    told = {direction: counts(found) or "nothing" for direction, found in of_passes.items()}
+    return told["forward"], told.get("both", "not differentiated")

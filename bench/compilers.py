@@ -35,16 +35,9 @@ PER_HOST = 8
 
 # By capability: bytes of shared memory and threads of a multiprocessor, from the CUDA Programming
 # Guide, "Compute Capabilities".
-_MULTIPROCESSORS = {
-    (7, 5): (65536, 1024),
-    (8, 0): (167936, 2048),
-    (8, 6): (102400, 1536),
-    (8, 9): (102400, 1536),
-    (9, 0): (233472, 2048),
-    (10, 0): (233472, 2048),
-    (10, 3): (233472, 2048),
-    (12, 0): (102400, 1536),
-}
+_MULTIPROCESSORS = {(7, 5): (65536, 1024), (8, 0): (167936, 2048)}
+_MULTIPROCESSORS |= dict.fromkeys([(8, 6), (8, 9), (12, 0)], (102400, 1536))
+_MULTIPROCESSORS |= dict.fromkeys([(9, 0), (10, 0), (10, 3)], (233472, 2048))
 
 
 @contextlib.contextmanager

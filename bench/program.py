@@ -42,14 +42,10 @@ Row = dict[str, Any]
 def parsed(
     command: str, argv: Sequence[str] | None, result: str = "", /, **options: Any
 ) -> argparse.Namespace:
-    """The options of a command by name; ``error(why)`` refuses them.
+    """The `options` of a command by name; ``error(why)`` refuses them.
 
-    Args:
-      command: of :data:`COMMANDS`.
-      argv: the words behind it.
-      result: the end of the name of the file that it writes, if it writes one.
-      options: of each the default, or its type where there is none, in a list where the option can
-        be repeated; help; and perhaps the words to choose from.
+    An option is its default, or its type where there is none, in a list where it can be repeated;
+    help; and perhaps the words to choose from. `result` ends the name of the file that it writes.
     """
     told = COMMANDS[command]
     p = argparse.ArgumentParser(
@@ -78,8 +74,7 @@ def parsed(
     return p.parse_args(argv)
 
 
-def numbers(job: Any, row: Row) -> str:
-    """The line for a row of a job: all numbers of it."""
+def _numbers(job: Any, row: Row) -> str:
     told = (f"{key} {value:,}" for key, value in row.items() if isinstance(value, (int, float)))
     return f"{job}: {', '.join(told)}"
 
@@ -89,27 +84,24 @@ def measured(
     measure: Callable[[Any], Row | list[Row]],
     work: Sequence[Any],
     about: Row,
-    tell: Callable[[Any, Row], str] = numbers,
+    tell: Callable[[Any, Row], str] = _numbers,
     finish: Callable[[list[Row]], Row] = lambda rows: {"rows": rows},
     end: Callable[[Row], Sequence[str]] = lambda report: (),
     **how: Any,
 ) -> int:
     """Measures jobs, prints each, and writes the report whenever one is done.
 
-    A run that is stopped keeps its rows.
+    A run that is stopped keeps its rows. The status is 1 where a job failed.
 
     Args:
       args: of :func:`parsed`, with the end of the file's name.
       measure: gives the row of a job, or its rows; a function of a module.
       work: what to measure, no two alike; ``str`` names one.
       about: what the report has besides: the clock, settings.
-      tell: the line for a row of a job.
+      tell: the line for a row of a job; by default all numbers of it.
       finish: what becomes of all rows in the report, which are in the order of `work`.
       end: the lines for the report.
       how: options of :func:`bench.processes.each`.
-
-    Returns:
-      The command's status: 1 where a job failed, which the report has, too.
     """
     report = machine(args.commit) | about | {"failed": [], "rows": []}
     device = str(report["device"]).lower().replace(" ", "-")

@@ -81,21 +81,18 @@ def measure(
     return (_measure_cupti if on_gpu() else _measure_wall)(program, order, wait)
 
 
-def _measure_cupti(
-    program: Callable[..., Any], order: Sequence[tuple[Any, ...]], wait: Callable[[Any], Any]
-) -> Timing:
+def _measure_cupti(run: Callable[..., Any], order: Sequence[Any], wait: Any) -> Timing:
     from jax._src.lib import mosaic_gpu  # the only door to CUPTI that takes several arguments sets
 
     cupti = mosaic_gpu._mosaic_gpu_ext  # pyright: ignore[reportPrivateImportUsage]
     cupti._cupti_init()
     try:
         for args in order:
-            out = program(*args)
+            out = run(*args)
         wait(out)
     finally:
         records = cupti._cupti_get_timings(False)
-    times, kernels = by_call(records, len(order))
-    return Timing.of(times, kernels)
+    return Timing.of(*by_call(records, len(order)))
 
 
 def by_call(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[float], list[str]]:
@@ -120,13 +117,11 @@ def by_call(records: Sequence[tuple[str, float]], calls: int) -> tuple[list[floa
     return times, kernels
 
 
-def _measure_wall(
-    program: Callable[..., Any], order: Sequence[tuple[Any, ...]], wait: Callable[[Any], Any]
-) -> Timing:
+def _measure_wall(run: Callable[..., Any], order: Sequence[Any], wait: Any) -> Timing:
     times = []
     for args in order:
         start = time.perf_counter()
-        wait(program(*args))
+        wait(run(*args))
         times.append((time.perf_counter() - start) * 1e3)
     return Timing.of(times)
 
@@ -157,22 +152,14 @@ class Ceilings(NamedTuple):
 
 
 def ceilings(products: bool) -> Ceilings:
-    """Measures both, or the copy alone."""
-    return Ceilings(copy_bandwidth(), product_rate() if products else 0.0)
-
-
-def product_rate() -> float:
-    """Operations per second of XLA's product of two large square matrices, on a GPU in bf16."""
+    """Measures both, or the copy alone: by XLA's ``x + 1`` and its product of square matrices."""
+    seconds = lambda f, sets: measure(compiled(f, *sets[0]), sets, calls=20).median * 1e-3
+    size = 1 << 30 if on_gpu() else 1 << 24
+    copied = [(jnp.full((size // 4,), i, jnp.float32),) for i in range(2)]
+    copy = 2 * size / seconds(lambda x: x + 1, copied)
+    if not products:
+        return Ceilings(copy, 0.0)
+    del copied
     n, dtype = (8192, jnp.bfloat16) if on_gpu() else (512, jnp.float32)
     draw = jax.jit(lambda i: jax.random.normal(jax.random.key(i), (2, n, n), dtype))
-    sets = [tuple(draw(i)) for i in range(2)]
-    product = compiled(jnp.matmul, *sets[0])
-    return 2 * n**3 / (measure(product, sets, calls=20).median * 1e-3)
-
-
-def copy_bandwidth() -> float:
-    """Bytes per second of the fastest read-and-write of a large array, both counted."""
-    size = 1 << 30 if on_gpu() else 1 << 24
-    sets = [(jnp.full((size // 4,), i, jnp.float32),) for i in range(2)]
-    plus_one = compiled(lambda x: x + 1, *sets[0])
-    return 2 * size / (measure(plus_one, sets, calls=20).median * 1e-3)
+    return Ceilings(copy, 2 * n**3 / seconds(jnp.matmul, [tuple(draw(i)) for i in range(2)]))

@@ -144,8 +144,7 @@ CONVOLUTIONS = [
 # The linear scan
 
 
-def _decay(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jax.nn.sigmoid(normal(key, shape) + 2)
+_decay = lambda key, shape: jax.nn.sigmoid(normal(key, shape) + 2)
 
 
 def _recurrence(a: Any, b: Any) -> Any:
@@ -182,13 +181,9 @@ LINEAR_SCANS = [
 # The selective scan
 
 
-def _rates(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A of a Mamba at the start of its training."""
-    return -jnp.broadcast_to(jnp.arange(1.0, shape[1] + 1), shape)
-
-
-def _step_biases(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jnp.linspace(-6.0, -2.0, shape[0])
+# A of a Mamba at the start of its training, and the biases of its steps.
+_rates = lambda key, shape: -jnp.broadcast_to(jnp.arange(1.0, shape[1] + 1), shape)
+_step_biases = lambda key, shape: jnp.linspace(-6.0, -2.0, shape[0])
 
 
 def _selective(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any, dt_bias: Any) -> Any:
@@ -253,9 +248,8 @@ SELECTIVE_SCANS = [
 # SSD, Mamba-2's scan
 
 
-def _rates_of_heads(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A of a Mamba-2 at the start of its training."""
-    return -jnp.linspace(1.0, 16.0, shape[0])
+# A of a Mamba-2 at the start of its training.
+_rates_of_heads = lambda key, shape: -jnp.linspace(1.0, 16.0, shape[0])
 
 
 def _ssd(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
@@ -367,15 +361,9 @@ def _unit(key: Any, shape: tuple[int, ...]) -> jax.Array:
     return keys / jnp.maximum(jnp.linalg.norm(keys, axis=-1, keepdims=True), 1e-6)
 
 
-def _log_decays(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    """They forget half of a state in 5 tokens."""
-    return -jax.nn.softplus(normal(key, shape) - 2)
-
-
-def _fractions(key: Any, shape: tuple[int, ...]) -> jax.Array:
-    return jax.nn.sigmoid(normal(key, shape))
-
-
+# They forget half of a state in 5 tokens.
+_log_decays = lambda key, shape: -jax.nn.softplus(normal(key, shape) - 2)
+_fractions = lambda key, shape: jax.nn.sigmoid(normal(key, shape))
 _OF_DELTA = arguments(q="b l g n", k=("b l g n", _unit), v="b l heads p")
 _BETA = Argument("beta", "b l heads", _fractions)
 _DELTA: dict[str, Any] = _CARRIES | {
