@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from bench import program, timing
 from bench.cases import TABLE, case
@@ -156,23 +156,16 @@ def _scan(job: Job, began: float) -> Row:
     dtype = "bfloat16" if timing.on_gpu() else "float32"
     arrays = of.arrays(jax.random.key(0), sizes, case.dtypes(dtype, parameters="float32"))
 
-    @jax.jit
-    def both(*arrays: Any) -> Any:
-        given = arrays[: len(of.arguments)]
-        return case.result_and_gradients(of.call, given, arrays[-1])
-
+    both = jax.jit(lambda *given: case.result_and_gradients(of.call, given[:-1], given[-1]))
     devices = jax.devices()
     dout = jax.random.normal(jax.random.key(1), jax.eval_shape(of.call, *arrays).shape, dtype)
     whole = [jax.device_put(a, devices[0]) for a in (*arrays, dout)]
-    told: Row = {}
-    run, count = functools.partial(both, *whole), 1
+    told, run, count = {}, functools.partial(both, *whole), 1
     if job.mesh != "none":
         count = int(job.mesh.partition("=")[2])
         axes = Mesh(np.array(devices[:count]), ("sequence",), axis_types=(AxisType.Auto,))
-        specs: Sequence[PartitionSpec] = of.specs("l", "sequence", sizes)
-        pairs = zip(whole, specs, strict=True)
-        parts = [jax.device_put(a, NamedSharding(axes, spec)) for a, spec in pairs]
-        run = functools.partial(both, *parts)
+        specs = (NamedSharding(axes, spec) for spec in of.specs("l", "sequence", sizes))
+        run = functools.partial(both, *map(jax.device_put, whole, specs))
         if job.check:
             told["error"] = f"{_error(run(), both(*whole)):.1e}"
     jax.block_until_ready(run())
@@ -214,27 +207,16 @@ def jobs(args: argparse.Namespace, gpu: bool, count: int) -> list[Job]:
 def with_efficiency(rows: list[Row]) -> list[Row]:
     """The rows, those of a mesh with their efficiency: beside the same on one, or else a part."""
     of_one = lambda row: row["tokens_per_second"] / row["devices"]
-    same = lambda row: (row["what"], row["sizes"])
-    alone = {same(row): of_one(row) for row in rows if row["mesh"] == "none"}
+    alone = {(row["what"], row["sizes"]): of_one(row) for row in rows if row["mesh"] == "none"}
 
-    def of_part(row: Row) -> tuple[str, str]:
-        batch, length, *rest = row["sizes"].split(" × ")
-        return row["what"], " × ".join([batch, f"{int(length) // row['devices']}", *rest])
+    def told(what: str, sizes: str, row: Row) -> Row:
+        if what in IN_PARTS and (what, sizes) not in alone:
+            batch, length, *rest = sizes.split(" × ")
+            sizes = " × ".join([batch, f"{int(length) // row['devices']}", *rest])
+        beside = alone.get((what, sizes)) if row["mesh"] != "none" else None
+        return {"efficiency": f"{of_one(row) / beside:.1%}"} if beside else {}
 
-    def told(row: Row) -> Row:
-        beside = alone.get(same(row))
-        if beside is None and row["what"] in IN_PARTS:
-            beside = alone.get(of_part(row))
-        found = row["mesh"] != "none" and beside is not None
-        return {"efficiency": f"{of_one(row) / beside:.1%}"} if found else {}
-
-    return [row | told(row) for row in rows]
-
-
-def _age() -> float:
-    """Seconds since this process started, imports included."""
-    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    return [row | told(row["what"], row["sizes"], row) for row in rows]
 
 
 def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
@@ -242,11 +224,12 @@ def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
     preset, count, cache = run
     os.environ["JAXKERN_CACHE_DIR"] = f"{folder}/{preset}-{count}"
     flags = {"preset": preset, "batch_size": batch_size * count, "mixed_precision": "bf16"}
-    config = TrainConfig.from_flags(flags)
     keep_programs()
-    _first_step(config, jax.devices()[:count])
-    seconds = round(_age(), 1)
-    told = {"first_step_s": seconds, "kernels_lowered": sum(kernel_call.lowerings.values())}
+    _first_step(TrainConfig.from_flags(flags), jax.devices()[:count])
+    # Since the process started, imports included.
+    started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    told = {"first_step_s": round(age, 1), "kernels_lowered": sum(kernel_call.lowerings.values())}
     return {"preset": preset, "devices": count, **told, "cache": cache}
 
 
@@ -271,8 +254,7 @@ def first_step(argv: Sequence[str] | None = None) -> int:
             functools.partial(_first, args.batch_size, folder),
             [*itertools.product(args.preset or ["130m"], args.devices or [1], ("empty", "filled"))],
             {"clock": "wall-clock time of processes"},
-            apart=True,
-            most=1,
+            **program.ALONE,
         )
 
 
@@ -300,7 +282,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs(args, gpu, jax.device_count()),
         program.clock(gpu, "wall-clock time of calls that wait in the devices' queues"),
         finish=lambda rows: {"rows": with_efficiency(rows)},
-        apart=True,
-        most=1,
         limit=args.limit,
+        **program.ALONE,
     )

@@ -16,27 +16,19 @@ from bench.cases.optim import Step
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op, called in one way, at one shape.
-
-    Attributes:
-      of: the case of the table.
-      at: shape, dtype and options.
-      models: names of models that have this shape, of :data:`bench.cases.MODELS`.
-    """
+    """An op, called in one way, at one shape."""
 
     of: case.Case
     at: Shape
-    models: tuple[str, ...] = ()
+    models: tuple[str, ...] = ()  # of :data:`bench.cases.MODELS`, that have this shape
 
-    limit = 1e-2
-    """The largest relative error that is no wrong result."""
+    limit = 1e-2  # the largest relative error that is no wrong result
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape}"
 
     @property
     def op(self) -> str:
-        """The op's public name."""
         return self.of.op
 
     @property
@@ -52,12 +44,10 @@ class Case:
 
     @property
     def passes(self) -> Sequence[str]:
-        """The passes that are timed."""
         return self.of.passes if self.of.backward else ("forward",)
 
     @property
     def drawn(self) -> bool:
-        """Whether the result is random, and another library's another one."""
         return self.of.drawn
 
     @property
@@ -67,11 +57,9 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis."""
         return self.of.sizes(self.at.sizes)
 
     def arrays(self, key: Any) -> tuple[Any, ...]:
-        """Draws the arguments."""
         return self.of.arrays(key, self.sizes, case.dtypes(self.dtype, parameters="float32"))
 
     def call(self, *arrays: Any, implementation: Any) -> Any:

@@ -38,6 +38,9 @@ ELSEWHERE = {"decode": "train", "checkpoints": "train", "first_step": "devices"}
 
 Row = dict[str, Any]
 
+ALONE: Row = {"apart": True, "most": 1}
+"""How :func:`measured` gives each job a process of its own, one after the other."""
+
 
 def parsed(
     command: str, argv: Sequence[str] | None, result: str = "", /, **options: Any

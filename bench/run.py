@@ -46,23 +46,18 @@ class Job(NamedTuple):
         return f"{self.case}{self.implementation}"
 
 
-def _lowering(implementation: str) -> contextlib.AbstractContextManager[Any]:
-    gpu = target.of_process()
-    if implementation != WITHOUT_TMA or gpu is None:
-        return contextlib.nullcontext()
-    return jaxkern.lowering_for(dataclasses.replace(gpu, tma=False))
-
-
 def measure(job: Job) -> list[Row]:
     """The rows of a case by an implementation."""
     case, name = cases(small=not timing.on_gpu())[job.index], job.implementation
+    gpu = target.of_process()
+    older = dataclasses.replace(gpu, tma=False) if gpu and name == WITHOUT_TMA else None
     try:
         if isinstance(case, Step):
             measure = peers.measure_torch_step if peers.is_torch(name) else steps.measure
             passes = measure(case, name, job.calls)
         elif name in IMPLEMENTATIONS:
             call: Any = functools.partial(case.call, implementation=IMPLEMENTATIONS[name])
-            with _lowering(name):
+            with jaxkern.lowering_for(older) if older else contextlib.nullcontext():
                 passes = peers.measure_jax(case, Arranged(call), job.calls)
         else:
             measure = peers.measure_torch if peers.is_torch(name) else peers.measure_jax

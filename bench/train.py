@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.only.split(",")
     ]
     clock = program.clock(gpu, "wall-clock time of steps")
-    return program.measured(args, measure, jobs, clock, apart=True, most=1, limit=args.limit)
+    return program.measured(args, measure, jobs, clock, limit=args.limit, **program.ALONE)
 
 
 # Time that checkpoints cost
@@ -609,5 +609,5 @@ def decode(argv: Sequence[str] | None = None) -> int:
     ]
     about = program.clock(gpu, "wall-clock time of generating")
     about |= {"prompt": prompt, "tokens": tokens, "vocab": args.vocab}
-    how = {"apart": True, "most": 1, "limit": args.limit}
+    how = program.ALONE | {"limit": args.limit}
     return program.measured(args, measure_decoding, jobs, about, **how)

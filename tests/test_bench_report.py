@@ -7,7 +7,7 @@ import re
 import matplotlib
 import pytest
 
-from bench import compiled, figures, pictures, report
+from bench import compiled, figures, report
 from bench.figures import Results
 
 
@@ -53,13 +53,13 @@ def test_the_report_is_short_and_has_every_op():
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_pictures_are_up_to_date(every, tmp_path, monkeypatch):
     """What they say, and by the matplotlib that drew them their paths, too."""
-    committed = pictures.PICTURES
-    monkeypatch.setattr(pictures, "PICTURES", tmp_path)
+    committed = report.PICTURES
+    monkeypatch.setattr(report, "PICTURES", tmp_path)
     if every:
         report.draw(Results.load())
         assert {path.name for path in tmp_path.iterdir()} == {p.name for p in committed.iterdir()}
     else:
-        pictures.overview(Results.load(), tmp_path / "overview.svg")
+        report.overview(Results.load(), tmp_path / "overview.svg")
     words = lambda text: re.findall(r"<text[^>]*>([^<]*)</text>", text)
     assert "plain JAX" in words((tmp_path / "overview.svg").read_text())
     for path in tmp_path.iterdir():
