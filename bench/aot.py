@@ -27,10 +27,10 @@ from unittest import mock
 
 import jax
 
-from bench import compilers, program, steps
+from bench import compilers, program
 from bench.cases.optim import Step
 from bench.compilers import COLLECTIVES, Kernel
-from bench.measured import Case, named, passes
+from bench.measured import Case, named, passes, step_program
 from bench.processes import Failed, Task, each
 from bench.program import RESULTS, Row
 from jaxkern.core import kernel_call, kernel_pass
@@ -160,7 +160,7 @@ def _lowered_op(case: Case | Step, gpu: Gpu) -> Any:
     arrays = shapes_of(case.arrays, jax.random.key(0))
     with mock.patch.object(kernel_pass, "kernel_call", falling_back):
         if isinstance(case, Step):
-            init, run = steps.program(case, "mosaic")
+            init, run = step_program(case, "mosaic")
             step = jax.jit(lambda p, s, grads: run(grads, s, p), donate_argnums=(0, 1))
             return step.lower(arrays, shapes_of(init, arrays), arrays)
         return jax.jit(passes(case)).lower(*arrays)

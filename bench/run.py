@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import jax
 
 import jaxkern
-from bench import peers, program, steps, timing
+from bench import peers, program, timing
 from bench.cases import MODELS
 from bench.cases.optim import Step
 from bench.cases.peers import Arranged
 from bench.figures import WITHOUT_TMA, write_csv
-from bench.measured import Case, cases
+from bench.measured import Case, cases, measure_step
 from bench.program import Row
 from jaxkern.core import target
 
@@ -53,7 +53,7 @@ def measure(job: Job) -> list[Row]:
     older = dataclasses.replace(gpu, tma=False) if gpu and name == WITHOUT_TMA else None
     try:
         if isinstance(case, Step):
-            measure = peers.measure_torch_step if peers.is_torch(name) else steps.measure
+            measure = peers.measure_torch_step if peers.is_torch(name) else measure_step
             passes = measure(case, name, job.calls)
         elif name in IMPLEMENTATIONS:
             call: Any = functools.partial(case.call, implementation=IMPLEMENTATIONS[name])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bench import accuracy, measured, modules, peers, processes, program, run, steps, timing, train
+from bench import accuracy, measured, modules, peers, processes, program, run, timing, train
 from bench.cases import MODELS, TABLE, optim
 from bench.cases.peers import Arranged
 
@@ -264,20 +264,20 @@ def test_optax_does_the_same_steps():
     for shape in ("100M", "100M-master", "100M-folded", "100M-bf16-all"):
         step = case_of("fused_adamw", shape)
         for name in ("optax", "update")[shape == "100M-bf16-all" :]:
-            got, want = (steps.changes_of(step, by)() for by in (name, "xla"))
+            got, want = (measured.changes_of(step, by)() for by in (name, "xla"))
             timing.agrees(shape, timing.error(got, want))
 
 
 def test_a_wrong_step_is_not_timed(monkeypatch):
-    right = steps.program
+    right = measured.step_program
 
     def wrong(step, name):
         init, go = right(step, name)
         return init, (go if name == "xla" else lambda g, s, p: go(g, s, [0.9 * a for a in p]))
 
-    monkeypatch.setattr(steps, "program", wrong)
+    monkeypatch.setattr(measured, "step_program", wrong)
     with pytest.raises(RuntimeError, match="against plain JAX"):
-        steps.measure(optim.steps(small=True)[0], "optax", 1)
+        measured.measure_step(optim.steps(small=True)[0], "optax", 1)
 
 
 def test_who_times_is_alone_and_goes_before_those_who_compile(tmp_path, monkeypatch):
