@@ -41,16 +41,16 @@ from jaxkern.nn.common import Block
 POLICIES = {"jaxkern-cheap": remat.CHEAP, "jaxkern-scan": remat.SCAN}
 CONTENDERS = (CHOSEN, *POLICIES, "xla", "jla", "mamba_ssm")
 
-GatedDeltaNet, Kda = delta_net.GatedDeltaNetSizes, delta_net.KimiDeltaAttentionSizes
+Gdn, Kda = delta_net.GatedDeltaNetSizes, delta_net.KimiDeltaAttentionSizes
 BLOCKS = (mamba2.BLOCK, delta_net.GATED_DELTA_NET, delta_net.KIMI_DELTA_ATTENTION)
 SIZES: dict[str, list[Any]] = {
     "mamba2": [mamba2.Sizes(width) for width in (1024, 2048, 2560)],
-    "gdn": [GatedDeltaNet(1024, num_heads=8), GatedDeltaNet(2048, num_heads=32, num_key_heads=16)],
+    "gdn": [Gdn(1024, num_heads=8), Gdn(2048, num_heads=32, num_key_heads=16)],
     "kda": [Kda(1024, num_heads=8), Kda(2048, num_heads=32)],
 }
 SMALL: dict[str, list[Any]] = {
     "mamba2": [mamba2.Sizes(32, d_state=16, headdim=16)],
-    "gdn": [GatedDeltaNet(32, num_heads=4, num_key_heads=2, d_key=16, d_value=16)],
+    "gdn": [Gdn(32, num_heads=4, num_key_heads=2, d_key=16, d_value=16)],
     "kda": [Kda(32, num_heads=2, d_key=16, d_value=16)],
 }
 """Sizes of the same layers for a machine without a GPU."""
@@ -109,20 +109,16 @@ def _own(implementation: Any, job: Job) -> Call:
     return lambda weights, x: apply(weights, job.sizes, x, implementation=implementation)
 
 
-OfJla = tuple[Callable[[Any], Any], Callable[[Any], list[Any]], Callable[[Any], list[Any]]]
-"""A layer of another library from a key, its parameters, and the same from our weights."""
-
-
-def _jla(sizes: Any) -> Arranged:
+def _of_jla(make: Callable[[Any], Any], parts: Any, take: Callable[[Any], list[Any]]) -> Arranged:
+    """A layer that a key makes: its parameters, and the same from our weights."""
     import equinox as eqx
 
-    make, parts, take = (_jla_mamba2 if isinstance(sizes, mamba2.Sizes) else _jla_delta)(sizes)
     layer = eqx.filter_eval_shape(make, jax.random.key(0))
     call = lambda params, x: eqx.tree_at(parts, layer, params)(x)
     return Arranged(call, lambda weights, x: (take(weights), x), back=_of_input)
 
 
-def _jla_delta(sizes: Any) -> OfJla:
+def _jla_delta(sizes: Any) -> Arranged:
     """Gated DeltaNet or KDA, whose output gate has a bias there, and is left without."""
     import equinox as eqx
 
@@ -159,10 +155,10 @@ def _jla_delta(sizes: Any) -> OfJla:
         ups = [w.f_proj, w.g_proj] if of_channels else []
         return [*columns, *convs, w.head_norm, w.out_proj, w.dt_bias, w.A_log, *ups]
 
-    return make, parts, take
+    return _of_jla(make, parts, take)
 
 
-def _jla_mamba2(sizes: mamba2.Sizes) -> OfJla:
+def _jla_mamba2(sizes: mamba2.Sizes) -> Arranged:
     ssm = importlib.import_module("jla.layers.ssm")
     config = importlib.import_module("jla.models.config").SSMConfig(**jla_sizes(sizes))
     make = lambda key: ssm.Mamba2(sizes.d_model, config, key=key, std=0.02, norm_eps=sizes.norm_eps)
@@ -184,18 +180,18 @@ def _jla_mamba2(sizes: mamba2.Sizes) -> OfJla:
         convs = [half for v in of_convs for half in jnp.split(v, [e])]
         return [*stacked, dt, *convs, w.dt_bias, w.A_log, w.D, w.norm_weight, w.out_proj]
 
-    return make, parts, take
+    return _of_jla(make, parts, take)
 
 
-def _of_input(*grads: Any) -> Sequence[Any]:
-    """The gradient of x, which is the last one."""
-    return grads[-1:]
+_of_input = lambda *grads: grads[-1:]
+"""The gradient of x, which is the last one."""
 
 
 def arranged(job: Job) -> Arranged:
     """The layer of a contender, and how it takes the block's weights."""
     if job.contender == "jla":
-        return _jla(job.sizes)
+        of_mamba2 = isinstance(job.sizes, mamba2.Sizes)
+        return (_jla_mamba2 if of_mamba2 else _jla_delta)(job.sizes)
     if job.contender == "mamba_ssm":
         return _of_mamba_ssm(job.sizes)
     if job.contender in POLICIES:
@@ -229,20 +225,13 @@ def _of_mamba_ssm(sizes: mamba2.Sizes) -> Arranged:
     layer = make(sizes.d_model, **mamba_ssm_sizes(sizes), device="cuda")
     names = [name for name, _ in layer.named_parameters()]
 
-    def take(weights: mamba2.Weights, x: Any) -> list[Any]:
-        given: Any = weights
-        named = {
-            "in_proj.weight": given.in_proj.t(),
-            "conv1d.weight": given.conv_weight[:, None],
-            "conv1d.bias": given.conv_bias,
-            "norm.weight": given.norm_weight,
-            "out_proj.weight": given.out_proj.t(),
-            **{name: getattr(given, name) for name in ("dt_bias", "A_log", "D")},
-        }
-        return [
-            *(named.pop(name).clone(memory_format=torch.contiguous_format) for name in names),
-            x,
-        ]
+    def take(weights: Any, x: Any) -> list[Any]:
+        named = {"in_proj.weight": weights.in_proj.t(), "out_proj.weight": weights.out_proj.t()}
+        named |= {"conv1d.weight": weights.conv_weight[:, None], "conv1d.bias": weights.conv_bias}
+        named |= {name: getattr(weights, name) for name in ("dt_bias", "A_log", "D")}
+        named |= {"norm.weight": weights.norm_weight}
+        copied = lambda v: v.clone(memory_format=torch.contiguous_format)
+        return [*(copied(named.pop(name)) for name in names), x]
 
     def call(*arrays: Any) -> Any:
         *params, x = arrays

@@ -65,6 +65,7 @@ from flax import nnx
 
 import jaxkern
 from bench import program, timing
+from bench.cases.peers import load
 from bench.program import Row
 from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
@@ -158,8 +159,7 @@ def jla_sizes(sizes: Any) -> Row:
 def _jla_model(job: Job, how: str) -> Model:
     import equinox as eqx
 
-    of = {name: importlib.import_module(f"jla.{name}") for name in ("models", "training.step")}
-    config = importlib.import_module("jla.models.config")
+    config, step = (load(f"jla.{name}") for name in ("models.config", "training.step"))
     m = job.model
     model_config = config.ModelConfig(
         vocab_size=m.vocab_size,
@@ -174,10 +174,9 @@ def _jla_model(job: Job, how: str) -> Model:
         remat="none",
         scan_layers=how == "loop",
     )
-    make = lambda: of["models"].build_model(model_config, key=jax.random.key(0))
+    make = lambda: load("jla.models:build_model")(model_config, key=jax.random.key(0))
     structure = eqx.filter_eval_shape(make)
-    cross_entropy = of["training.step"].LossConfig(impl="auto", grad_in_forward=True)
-    summed = of["training.step"].lm_loss(cross_entropy)
+    summed = step.lm_loss(step.LossConfig(impl="auto", grad_in_forward=True))
 
     def loss(params: Any, windows: Any) -> jax.Array:
         model = eqx.combine(params, eqx.filter(structure, eqx.is_array, inverse=True))

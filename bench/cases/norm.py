@@ -6,19 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from bench.cases import peers
-from bench.cases.case import (
-    Argument,
-    Arguments,
-    Case,
-    Cost,
-    Errors,
-    Shape,
-    arguments,
-    near_one,
-    times,
-)
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, near_one, times
 
-X, RESIDUAL, GATE = arguments(x="m d", residual="m d", gate="m d")
+X, RESIDUAL, GATE = (Argument(name, "m d") for name in ("x", "residual", "gate"))
 WEIGHT = Argument("weight", "d", near_one, "parameter")
 BIAS = Argument("bias", "d", times(0.1), "parameter")
 
@@ -51,7 +41,7 @@ _VARIANT = (Shape((16384, 4096)),)
 _ERRORS = Errors((512, 4096), (16, 256))
 
 
-def _cases(op: str, inputs: Arguments, expression: Any) -> list[Case]:
+def _cases(op: str, inputs: tuple[Argument, ...], expression: Any) -> list[Case]:
     """A norm alone, of the sum with a residual, and gated; the sum is a second result."""
     of_op: dict[str, Any] = {"op": op, "axes": "m d", **_SPLIT[op]}
     return [

@@ -36,15 +36,15 @@ class Arranged:
     back: Callable[..., Sequence[Any]] = lambda *grads: grads
 
 
-def _load(path: str) -> Any:
-    """The object ``"module:name"``, imported."""
+def load(path: str) -> Any:
+    """The object ``"module:name"``, or a module, imported."""
     module, _, name = path.partition(":")
-    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    return functools.reduce(getattr, filter(None, name.split(".")), importlib.import_module(module))
 
 
 def _of(path: str, adapt: Callable[[Any], Any]) -> Callable[[], Any]:
     """Makes what `adapt` gives of the function at `path`."""
-    return lambda: adapt(_load(path))
+    return lambda: adapt(load(path))
 
 
 def _at(path: str, *after: Any, **named: Any) -> Callable[[], Any]:

@@ -10,19 +10,7 @@ import jax.numpy as jnp
 
 import jaxkern
 from bench.cases import peers
-from bench.cases.case import (
-    Argument,
-    Arguments,
-    Arrays,
-    Case,
-    Cost,
-    Errors,
-    Shape,
-    arguments,
-    constant,
-    normal,
-    times,
-)
+from bench.cases.case import Argument, Case, Cost, Errors, Shape, arguments, constant, normal, times
 
 _SQUARE, _LARGE, _THIN = (8, 2048, 2048), (4, 4096, 5120), (1, 16384, 2048)
 """Batch, length and channels."""
@@ -47,7 +35,7 @@ def _packed(of: dict[str, Any], *sizes: tuple[int, ...], word: str = "") -> Case
     return Case(**of, shapes=[*map(Shape, sizes)], variant=f"{word}packed", run=run)
 
 
-def _continued(of: dict[str, Any], inputs: Arguments, state: str, **options: Any) -> Case:
+def _continued(of: dict[str, Any], inputs: Any, state: str, **options: Any) -> Case:
     """The op of packed rows with states before and after them, of these axes."""
     ids = Argument("segment_ids", "b l", constant(0), "int32")
     options |= {"return_final_state": True}
@@ -56,7 +44,7 @@ def _continued(of: dict[str, Any], inputs: Arguments, state: str, **options: Any
     return Case(**of, variant="packed and continued", strict=True)
 
 
-def _step(of: dict[str, Any], inputs: Arguments, state: str, axes: str, **rest: Any) -> Case:
+def _step(of: dict[str, Any], inputs: Any, state: str, axes: str, **rest: Any) -> Case:
     """One token of a scan: its arguments are those of a sequence, without their length."""
     of_token = (dataclasses.replace(a, axes=a.axes.replace("b l", "b")) for a in inputs)
     every = (Argument("state", state, role="float32"), *of_token)
@@ -71,7 +59,7 @@ def _decoded(of: dict[str, Any], run: Any, forward: Cost, *shapes: Shape, word: 
     return Case(**taken, **how, run=run, forward=forward, shapes=shapes)
 
 
-def _token_by_token(step: Any, state: Any, tokens: Arrays) -> Any:
+def _token_by_token(step: Any, state: Any, tokens: tuple[Any, ...]) -> Any:
     """The outputs, (B, L, …), of ``step(state, *token) -> (out, state)`` for every token."""
     along = tuple(jnp.moveaxis(v, 1, 0) for v in tokens)
     token = lambda state, now: step(state, *now)[::-1]
