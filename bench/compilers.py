@@ -113,15 +113,11 @@ device_description_str: "{gpu.name}"
 
 
 class Kernel(NamedTuple):
-    """Resources of a compiled kernel: registers a thread, bytes of spills and of shared memory.
+    """Resources of a compiled kernel."""
 
-    Spills are the bytes that a thread stores and those that it loads again, where it runs each
-    instruction once.
-    """
-
-    registers: int
-    spills: int
-    shared_memory: int
+    registers: int  # of a thread
+    spills: int  # bytes that a thread stores and loads again, where it runs each instruction once
+    shared_memory: int  # bytes
 
 
 Kernels = dict[str, list[Kernel]]
@@ -135,12 +131,7 @@ class Compiler:
         self._known: dict[str, tuple[str, Kernel]] = {}
 
     def __call__(self, lowered: Any) -> tuple[Any, str, Kernels]:
-        """The program compiled, its final text without the kernels' modules, and its kernels.
-
-        Raises:
-          RuntimeError: ptxas did not tell once of each kernel, or serializes the products of one,
-            or a kernel that works in place would not.
-        """
+        """The program compiled, its final text without the kernels' modules, and its kernels."""
         with standard_output() as printed:
             compiled = lowered.compile()
         told = parsed(printed())
@@ -154,11 +145,9 @@ class Compiler:
             for digest, module in modules.items()
             if digest not in self._known
         }
-        names = [name for name, _ in new.values()], [name for name, _ in told]
-        if sorted(names[0]) != sorted(names[1]):
-            raise RuntimeError(
-                f"the program's new kernels are {names[0]}, ptxas told of {names[1]}"
-            )
+        known, printed_of = ([name for name, _ in of] for of in (new.values(), told))
+        if sorted(known) != sorted(printed_of):
+            raise RuntimeError(f"the program's new kernels are {known}, ptxas told of {printed_of}")
         for digest, (name, dynamic) in new.items():
             entry = next(entry for entry in told if entry[0] == name)
             told.remove(entry)
@@ -278,11 +267,8 @@ def without_modules(text: str) -> tuple[str, dict[str, bytes]]:
 
 def out_of_place(text: str) -> list[str]:
     """Names the fusions with kernels that work in place: of a fusion's results none does."""
-    return [
-        name
-        for name, body in _COMPUTATION.findall(text)
-        if "dynamic-slice-fusion" in name and _IN_PLACE.search(body)
-    ]
+    lost = lambda name, body: "dynamic-slice-fusion" in name and _IN_PLACE.search(body)
+    return [name for name, body in _COMPUTATION.findall(text) if lost(name, body)]
 
 
 def copied_in(text: str) -> int:
@@ -294,9 +280,8 @@ def copied_in(text: str) -> int:
     of_each = {name: _INSTRUCTION.findall(body) for name, body in _COMPUTATION.findall(text)}
     fused = set(re.findall(r"calls=%?([\w.-]+)", text))
     copied = 0
-    for types, operation, rest in (
-        each for name, body in of_each.items() if name not in fused for each in body
-    ):
+    every = (each for name, body in of_each.items() if name not in fused for each in body)
+    for types, operation, rest in every:
         operations = {operation}
         if operation == "fusion" and (called := re.search(r"calls=%?([\w.-]+)", rest)):
             operations = {of for _, of, _ in of_each[called[1]]}

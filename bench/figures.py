@@ -191,21 +191,22 @@ class Results:
         dtypes = ("bfloat16", "float32", "float16")
         return next(filter(None, (self.best.get((op, shape, d, direction)) for d in dtypes)), None)
 
-    def trainings(self, gpu: str = "H200") -> dict[tuple[str, int], dict[str, Row]]:
-        """Rows of training steps by preset and length, smallest first, and by contender."""
+    def trainings(self, gpu: str = "H200") -> dict[tuple[str, int], Line]:
+        """Training steps by preset and length, smallest first."""
         found = {
-            (row["preset"], row["length"]): line.figures
+            (row["preset"], row["length"]): line
             for (on, _), line in self.lines.items()
             if gpu in on and line.op == "training" and (row := line.own)
         }
-        size = lambda at: ("mamba2" in at[0], found[at]["jaxkern"]["parameters"], at[1])
+        parameters = lambda at: found[at].figures["jaxkern"]["parameters"]
+        size = lambda at: ("mamba2" in at[0], parameters(at), at[1])
         return {at: found[at] for at in sorted(found, key=size)}
 
     def newest(self) -> list[Row]:
         """The newest timing of each contender, by GPU, op, shape, dtype and pass, with its file."""
+        keys = ("gpu", "op", "shape", "dtype", "direction", "implementation")
         found: dict[tuple[str, ...], Row] = {}
         for row in self.rows:
-            keys = ("gpu", "op", "shape", "dtype", "direction", "implementation")
             at = tuple(row[key] for key in keys)
             was = found.get(at, row)
             if was["file"] == row["file"]:
@@ -300,14 +301,10 @@ def pivot(
     value: str | Callable[[Row], str],
     names: dict[str, str] | None = None,
 ) -> str:
-    """A table of a value by some keys and a column; of several rows the last counts.
+    """A table of a value, a key of `rows` or what tells it; of several rows the last counts.
 
-    Args:
-      rows: what is shown.
-      index: keys whose values are the first cells of a line.
-      column: the key whose values are the other columns.
-      value: its key, or what tells it.
-      names: the columns and their headings; by default all.
+    The keys `index` have the first cells of a line, `column` the other columns, of which `names`
+    may name some and their headings.
     """
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for row in rows:

@@ -25,10 +25,8 @@ def kernel_modules(f: Callable[..., Any], *args: Any) -> list[Any]:
     """The Mosaic modules of the kernels that `f` calls, as lowered for CUDA."""
     # In place: exported, they are written for older readers, and JAX 0.11's does not parse that.
     in_place = lambda name, kernel, types, gpu, precision: kernel.full
-    with (
-        mock.patch.object(kernel_call, "lowered", in_place),
-        target.fitting_to(target.of_program(None)),
-    ):
+    patched = mock.patch.object(kernel_call, "lowered", in_place)
+    with patched, target.fitting_to(target.of_program(None)):
         traced = jax.jit(lambda *args: f(*args)).trace(*args)
         lowered: Any = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
     found = []

@@ -8,7 +8,7 @@ that of plain JAX, which a case has as ``plain(arrays, dout)``.
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,9 +40,8 @@ def installed() -> list[str]:
     """The peers that can be imported.
 
     ``jax`` is what a user would write, with sums of products in fp32 but for ``acc + x.T @ dout``,
-    ``torch`` the formula in PyTorch's own functions, and ``compile`` that through
-    ``torch.compile``; ``optax`` has optimizers alone, and so has ``update``, jaxkern's as Optax
-    runs any.
+    ``torch`` the formula in PyTorch's own functions, ``compile`` that through ``torch.compile``;
+    ``optax`` and ``update``, jaxkern's as Optax runs any, have optimizers alone.
     """
     return [name for name, module in _MODULES.items() if importlib.util.find_spec(module)]
 
@@ -71,8 +70,7 @@ def arranged(case: Case, name: str) -> Arranged:
 def measure_jax(case: Any, of: Arranged, calls: int) -> timing.Passes:
     """The forward, the backward from what the forward saves, and both in one program."""
 
-    def save(arrays: Any) -> Any:
-        return jax.vjp(of.call, *arrays)
+    save = lambda arrays: jax.vjp(of.call, *arrays)
 
     def both(arrays: Any, dout: Any) -> Any:
         out, vjp = save(arrays)
@@ -148,8 +146,7 @@ def measure_torch(case: Any, of: Arranged, calls: int) -> timing.Passes:
 
     timed = functools.partial(timing.measure, calls=calls, wait=lambda _: torch.cuda.synchronize())
 
-    def cotangent(out: Any) -> Any:
-        return torch.randn_like(out) if out.ndim else torch.ones_like(out)
+    cotangent = lambda out: torch.randn_like(out) if out.ndim else torch.ones_like(out)
 
     def forward(*args: Any) -> Any:
         with torch.no_grad():
@@ -167,7 +164,7 @@ def measure_torch(case: Any, of: Arranged, calls: int) -> timing.Passes:
     with processes.compiling():
         arrays = make(key)
         # Copies: some write their gradients where their arguments were.
-        first = [_differentiable(t.detach().clone()) for t in tensors(of, arrays)]
+        first = differentiable([t.detach().clone() for t in tensors(of, arrays)])
         out = forward(*first)
         dout = cotangent(out)
         of_both = both(dout, *first)
@@ -200,15 +197,15 @@ def tensors(of: Arranged, arrays: Any) -> list[Any]:
     import torch  # pyright: ignore[reportMissingImports]
 
     arrays = jax.block_until_ready(arrays)
-    taken = [_differentiable(t) for t in of.take(*jax.tree.map(torch.from_dlpack, arrays))]
+    taken = differentiable(of.take(*jax.tree.map(torch.from_dlpack, arrays)))
     torch.cuda.synchronize()  # copies are made before JAX has the arrays' memory again
     return taken
 
 
-def _differentiable(tensor: Any) -> Any:
-    """The tensor, which takes a gradient if it holds no integers."""
-    whole = not (tensor.is_floating_point() or tensor.is_complex())
-    return tensor if whole else tensor.requires_grad_()
+def differentiable(taken: Sequence[Any]) -> list[Any]:
+    """The tensors, which take gradients but for those that hold integers."""
+    holds_floats = lambda t: t.is_floating_point() or t.is_complex()
+    return [t.requires_grad_() if holds_floats(t) else t for t in taken]
 
 
 def _temporary(call: Callable[[], Any]) -> int:
@@ -237,13 +234,14 @@ def measure_torch_step(step: Step, _: str, calls: int) -> timing.Passes:
 
     with processes.alone():
         draw = lambda shape: torch.randn(*shape, device="cuda", dtype=getattr(torch, step.dtype))
-        params = [torch.nn.Parameter(draw(shape)) for shape in step.shapes]
-        for p in params:
-            p.grad = draw(p.shape)
-        groups = [
-            {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+        groups: dict[bool, list[Any]] = {True: [], False: []}
+        for shape in step.shapes:
+            parameter = torch.nn.Parameter(draw(shape))
+            parameter.grad = draw(shape)
+            groups[len(shape) > 1].append(parameter)
+        decayed = [
+            {"params": of, "weight_decay": 0.1 * is_of} for is_of, of in groups.items() if of
         ]
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, fused=True)
+        optimizer = torch.optim.AdamW(decayed, lr=1e-3, fused=True)
         wait = lambda _: torch.cuda.synchronize()
         return {"step": (timing.measure(optimizer.step, [()], calls, wait), {})}

@@ -93,12 +93,12 @@ def training_rows(
 ) -> Iterator[list[str]]:
     """Training steps of `presets` and lengths, with ours by `remat` below."""
     for preset, length in presets:
-        by = results.trainings()[preset, length]
+        line = results.trainings()[preset, length]
+        by, rival = line.figures, line.rival or ""
         name, _, vocabulary = preset.partition(", vocabulary ")
         label = "Mamba-2" if name.startswith("mamba2") else "Mamba"
         label += f", {by['jaxkern']['parameters'] / 1e6:,.0f} M parameters"
         label += f", vocabulary {vocabulary or 256}, B {by['jaxkern']['batch']}, L {length}"
-        rival = Line("training", preset, "", "step", by).rival or ""
         other = _trained(by.get(rival), f"{name_of(rival)} ")
         yield [label, "step", _trained(by["jaxkern"]), _trained(by.get("xla-loop")), other]
         for how, name in REMAT.items():
@@ -107,7 +107,7 @@ def training_rows(
 
 
 def _headline(results: Results) -> str:
-    h200, h100 = (results.trainings(gpu)[MODEL] for gpu in ("H200", "H100"))
+    h200, h100 = (results.trainings(gpu)[MODEL].figures for gpu in ("H200", "H100"))
     rate = lambda row: f"{row['tokens_per_second']:,}"
     own, theirs, jla = h200["jaxkern"], h200["mamba_ssm"], h100["jla"]
     text = (
@@ -349,7 +349,7 @@ def in_kernels(op: str, held: Held) -> str:
 
 def _plain(_results: Results) -> str:
     """Passes that are plain JAX: the kernels, at what shapes, on which generations, why."""
-    shapes: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    shapes, kernels, generations = (defaultdict[Any, list[str]](list) for _ in range(3))
     for generation, held in compiled().items():
         for name, passes in held["plain"].items():
             op, _, shape = name.removesuffix(" bfloat16").partition(" ")
@@ -357,11 +357,9 @@ def _plain(_results: Results) -> str:
                 why = re.sub(r", and (?:this is for|NVIDIA).*", "", reason)
                 why = re.sub(r"rows of \d+ elements", "such rows", why)
                 shapes[kernel, why, generation].append(shape)
-    kernels: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (kernel, why, generation), of_kernel in shapes.items():
         told = "all" if "wgmma" in why else ", ".join(of_kernel)
         kernels[told, why, generation].append(f"`{kernel}`")
-    generations: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for (told, why, generation), of_shapes in kernels.items():
         generations[", ".join(of_shapes), told, why].append(generation)
     rows = ([names, told, ", ".join(of), why] for (names, told, why), of in generations.items())
@@ -417,27 +415,22 @@ def _collectives(_results: Results) -> str:
     held = json.loads(collectives.PATH.read_text())
     programs: dict[str, Held] = held["programs"]
     optimizers = {case.op for case in optim.CASES}
-    grouped: dict[tuple[str, str, str], list[str]] = {}
+    grouped: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for name, of_passes in programs.items():
         of_case, axis, count = re.split(" x |=", name)
         told = collectives.exchanged(of_passes)
         if count == "64" and told == collectives.exchanged(programs[f"{of_case} x {axis}=8"]):
             continue
         op, _, variant = of_case.partition(", ")
-        words = [variant] if variant else []
-        words += ["on 64"] if count == "64" else []
-        label = f"`{op}`" + (f" ({', '.join(words)})" if words else "")
+        words = ", ".join(filter(None, (variant, "on 64" if count == "64" else "")))
         axis = "parameters" if op in optimizers else axis
-        of_group = grouped.setdefault((axis, *told), [])
-        if label not in of_group:  # parameters are split either way
-            of_group.append(label)
+        label = f"`{op}`" + (f" ({words})" if words else "")
+        grouped[axis, *told][label] = None  # once, as parameters are split either way
     order = sorted(grouped, key=lambda key: [*SPLIT].index(key[0]))
     rows = [[SPLIT[key[0]], ", ".join(grouped[key]), *key[1:]] for key in order]
     count = sum(name.endswith("=64") for name in programs)
-    return (
-        table(["split", "ops", "forward", "forward and backward"], rows)
-        + f"\n\nCompiled by JAX {held['jax']} for 8 H200s, and {count} of them for 64."
-    )
+    cells = table(["split", "ops", "forward", "forward and backward"], rows)
+    return f"{cells}\n\nCompiled by JAX {held['jax']} for 8 H200s, and {count} of them for 64."
 
 
 # Pictures: no axis with bars is logarithmic, no line joins measurements
@@ -534,11 +527,10 @@ def speeds(results: Results) -> dict[str, dict[str, float]]:
         ours = (line.own or line.figures[OURS])["us"]
         by = {name: ours / line.others[name]["us"] for name in in_order(shown)}
         found[f"{op}, {direction}\n{plain_shape(shape)}"] = {OURS: 1.0} | by
-    trained = results.trainings()[MODEL]
-    fastest, own = Line("training", "", "", "step", trained).rival or "", trained["jaxkern"]
+    line, rate = results.trainings()[MODEL], "tokens_per_second"
+    fastest, own = line.rival or "", line.figures["jaxkern"]
     label = f"Mamba of {own['parameters'] / 1e6:.0f} million, training"
-    rate = "tokens_per_second"
-    by = {OURS: 1.0, fastest: trained[fastest][rate] / own[rate]}
+    by = {OURS: 1.0, fastest: line.figures[fastest][rate] / own[rate]}
     return found | {f"{label}\n{own['batch']} × {MODEL[1]}": by}
 
 
@@ -561,13 +553,13 @@ def overview(results: Results, out: Path) -> None:
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=4)
     labels = []
     for row, (gpu, name) in enumerate(REMEMBERED):
-        of = results.trainings(gpu)[MODEL][name]
+        of = results.trainings(gpu)[MODEL].figures[name]
         labels.append(f"{name_of(name)}\n{of['tokens_per_second']:,} tokens/s, {gpu}")
         colour = colours.get(name, colours[OURS])
         memory.barh(row, of["peak_gib"], 0.6, color=colour)
         memory.annotate(f" {of['peak_gib']:.1f}", (of["peak_gib"], row), va="center")
     rows_of(memory, labels)
-    parameters = results.trainings()[MODEL]["jaxkern"]["parameters"] / 1e6
+    parameters = results.trainings()[MODEL].figures["jaxkern"]["parameters"] / 1e6
     memory.set(xlabel=f"GiB of a training step, Mamba of {parameters:.0f} million")
     memory.margins(x=0.15)
     for each in (axis, memory):
