@@ -125,16 +125,14 @@ def _cell(row: Row) -> str:
     return f"{row['max_ulp']:.3g} ({row['mean_ulp']:.2g}){beyond}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = program.parsed(
-        "accuracy",
-        argv,
-        "accuracy",
-        op=([str], "only this op"),
-        dtype=(",".join(DTYPES), "comma-separated"),
-        interpret=(False, "run the kernels without a GPU, slowly"),
-        jobs=(1, "processes"),
-    )
+@program.command(
+    "accuracy",
+    op=([str], "only this op"),
+    dtype=(",".join(DTYPES), "comma-separated"),
+    interpret=(False, "run the kernels without a GPU, slowly"),
+    jobs=(1, "processes"),
+)
+def main(args: Any) -> int:
     program.share_device(args.jobs)
     gpu = jax.default_backend() == "gpu"
     known = [*subjects(small=not gpu)]

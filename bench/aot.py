@@ -259,18 +259,15 @@ def other_counts(name: str, was: dict[str, int], now: dict[str, int]) -> Iterato
 # The command
 
 
-def main(argv: list[str] | None = None) -> int:
-    every = f"what is compiled for ({', '.join(GENERATIONS)})"
-    args = program.parsed(
-        "aot",
-        argv,
-        write=(False, "renew the committed figures"),
-        only=("", "only tasks whose name has this regular expression"),
-        missing=(False, "only what the figures do not have"),
-        part=(False, "on 3 generations a case for each tile"),
-        gpu=([str], every, *GPUS),
-        jobs=(2, "processes that compile"),
-    )
+@program.command(
+    write=(False, "renew the committed figures"),
+    only=("", "only tasks whose name has this regular expression"),
+    missing=(False, "only what the figures do not have"),
+    part=(False, "on 3 generations a case for each tile"),
+    gpu=([str], f"what is compiled for ({', '.join(GENERATIONS)})", *GPUS),
+    jobs=(2, "processes that compile"),
+)
+def main(args: Any) -> int:
     start = time.perf_counter()
     names = [name for name in tasks() if re.search(args.only, name)]
     if not names:

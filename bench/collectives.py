@@ -117,15 +117,13 @@ def differences(was: dict[str, Held], now: dict[str, Held]) -> Iterator[str]:
             yield from aot.other_counts(f"{name}, {direction}", *counts)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = program.parsed(
-        "collectives",
-        argv,
-        write=(False, "renew the committed figures"),
-        part=(False, "only what CI has time for"),
-        only=("", "only programs whose name has this regular expression"),
-        jobs=(2, "processes that compile"),
-    )
+@program.command(
+    write=(False, "renew the committed figures"),
+    part=(False, "only what CI has time for"),
+    only=("", "only programs whose name has this regular expression"),
+    jobs=(2, "processes that compile"),
+)
+def main(args: Any) -> int:
     todo = [(name,) for name in (part if args.part else names)() if re.search(args.only, name)]
     was = json.loads(PATH.read_text())["programs"] if PATH.exists() else {}
     now: dict[str, Held] = {}

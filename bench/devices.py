@@ -233,20 +233,18 @@ def _first(batch_size: int, folder: str, run: tuple[str, int, str]) -> Row:
     return {"preset": preset, "devices": count, **told, "cache": cache}
 
 
-def first_step(argv: Sequence[str] | None = None) -> int:
+@program.command(
+    "first-step",
+    preset=([str], "of jaxkern train"),
+    devices=([int], "GPUs"),
+    batch_size=(8, "sequences of a GPU"),
+)
+def first_step(args: Any) -> int:
     """Runs ``python -m bench first_step --preset 130m --preset 370m --devices 1 --devices 4``.
 
     A figure counts from the start of its process: imports, lowering, compiling, the state's initial
     values, one step; with empty caches, and with those of an earlier process.
     """
-    args = program.parsed(
-        "first_step",
-        argv,
-        "first-step",
-        preset=([str], "of jaxkern train"),
-        devices=([int], "GPUs"),
-        batch_size=(8, "sequences of a GPU"),
-    )
     program.share_device(2, one=False)  # this process holds a device as well
     with tempfile.TemporaryDirectory() as folder:
         return program.measured(
@@ -258,19 +256,17 @@ def first_step(argv: Sequence[str] | None = None) -> int:
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = program.parsed(
-        "devices",
-        argv,
-        "devices",
-        preset=([str], "the model's shape (130m; without a GPU micro)"),
-        op=([str], "this one alone", *SEQUENCES),
-        mesh=([str], "how devices are split (each axis, of all devices)"),
-        size=([str], "SEQUENCESxTOKENS of a training step on one GPU, for these alone"),
-        remat=("none", "of training steps", *REMATS),
-        check=(False, "compare gradients of steps with those on one GPU"),
-        limit=(240.0, "seconds for each mesh"),
-    )
+@program.command(
+    "devices",
+    preset=([str], "the model's shape (130m; without a GPU micro)"),
+    op=([str], "this one alone", *SEQUENCES),
+    mesh=([str], "how devices are split (each axis, of all devices)"),
+    size=([str], "SEQUENCESxTOKENS of a training step on one GPU, for these alone"),
+    remat=("none", "of training steps", *REMATS),
+    check=(False, "compare gradients of steps with those on one GPU"),
+    limit=(240.0, "seconds for each mesh"),
+)
+def main(args: Any) -> int:
     # This process measures nothing, and of the others one at a time.
     program.share_device(2, one=False)
     if args.check:  # memory for the whole batch, beside what the split step has left in pieces

@@ -22,7 +22,7 @@ layer's input; in PyTorch, by how much the forward enlarges the memory in use, l
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -276,17 +276,15 @@ def measure(job: Job) -> Row:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = program.parsed(
-        "layers",
-        argv,
-        "layers",
-        layer=([str], "of this kind alone", *SIZES),
-        d_model=([int], "of this width alone"),
-        only=(",".join(CONTENDERS), "contenders, comma-separated"),
-        calls=(20, "timed calls of each pass"),
-        jobs=(1, "processes that compile; they measure in turn"),
-    )
+@program.command(
+    "layers",
+    layer=([str], "of this kind alone", *SIZES),
+    d_model=([int], "of this width alone"),
+    only=(",".join(CONTENDERS), "contenders, comma-separated"),
+    calls=(20, "timed calls of each pass"),
+    jobs=(1, "processes that compile; they measure in turn"),
+)
+def main(args: Any) -> int:
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
     jobs = [

@@ -49,15 +49,13 @@ def digests(name: str) -> list[str]:
     return sorted(hashlib.sha256(str(module).encode()).hexdigest()[:16] for module in modules)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = program.parsed(
-        "modules",
-        argv,
-        op=([str], "only this op"),
-        jobs=(1, "processes"),
-        write=(Path, "keep the digests in this file"),
-        against=(Path, "compare with the digests in this file"),
-    )
+@program.command(
+    op=([str], "only this op"),
+    jobs=(1, "processes"),
+    write=(Path, "keep the digests in this file"),
+    against=(Path, "compare with the digests in this file"),
+)
+def main(args: Any) -> int:
     if (args.write is None) == (args.against is None):
         args.error("give --write FILE or --against FILE")
     names = [name for name, case in named().items() if not args.op or case.op in args.op]

@@ -42,15 +42,23 @@ ALONE: Row = {"apart": True, "most": 1}
 """How :func:`measured` gives each job a process of its own, one after the other."""
 
 
-def parsed(
-    command: str, argv: Sequence[str] | None, result: str = "", /, **options: Any
-) -> argparse.Namespace:
-    """The `options` of a command by name; ``error(why)`` refuses them.
+def command(result: str = "", /, **options: Any) -> Callable[[Callable[[Any], int]], Any]:
+    """Makes a function of options by name a command of :data:`COMMANDS`, which takes its words.
 
     An option is its default, or its type where there is none, in a list where it can be repeated;
-    help; and perhaps the words to choose from. `result` ends the name of the file that it writes.
+    help; and perhaps the words to choose from. `result` ends the name of the file that is written,
+    and ``error(why)`` of the options refuses them.
     """
-    told = COMMANDS[command]
+
+    def decorated(run: Callable[[Any], int]) -> Callable[..., int]:
+        name = run.__module__.rpartition(".")[2] if run.__name__ == "main" else run.__name__
+        return lambda argv=None: run(_parsed(name, argv, result, options))
+
+    return decorated
+
+
+def _parsed(command: str, argv: Sequence[str] | None, result: str, of: Row) -> argparse.Namespace:
+    told, options = COMMANDS[command], dict(of)
     p = argparse.ArgumentParser(
         prog=f"python -m bench {command}",
         description=f"{told[0].upper()}{told[1:]}.",
@@ -97,7 +105,7 @@ def measured(
     A run that is stopped keeps its rows. The status is 1 where a job failed.
 
     Args:
-      args: of :func:`parsed`, with the end of the file's name.
+      args: of :func:`command`, with the end of the file's name.
       measure: gives the row of a job, or its rows; a function of a module.
       work: what to measure, no two alike; ``str`` names one.
       about: what the report has besides: the clock, settings.

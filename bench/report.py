@@ -611,8 +611,8 @@ def written(results: Results) -> dict[Path, str]:
     return {path: text for path, text in filled.items() if "<!-- end -->" in text}
 
 
-def main(argv: list[str] | None = None) -> int:
-    program.parsed("report", argv)
+@program.command()
+def main(_: Any) -> int:
     results = Results.load()
     for path, told in written(results).items():
         path.write_text(told)

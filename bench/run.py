@@ -98,23 +98,21 @@ _MOST = 4
 """The most tasks of one process: starting one takes long, and it keeps memory."""
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = program.parsed(
-        "run",
-        argv,
-        "<ops>",
-        op=([str], "only this op"),
-        shape=([str], "only this shape, as the table writes it"),
-        model=([str], "only shapes of this model's ops", *MODELS),
-        vs=(
-            ",".join(["xla", *peers.installed()]),
-            "whom to time beside mosaic, comma-separated: xla, peers that are installed, "
-            f"{WITHOUT_TMA}: kernels of older GPUs on this one",
-        ),
-        calls=(30, "timed calls a measurement"),
-        jobs=(1, "processes that compile, and time in turn; compile times are of no use then"),
-        csv=(Path, "also write the timings here, comma-separated"),
-    )
+@program.command(
+    "<ops>",
+    op=([str], "only this op"),
+    shape=([str], "only this shape, as the table writes it"),
+    model=([str], "only shapes of this model's ops", *MODELS),
+    vs=(
+        ",".join(["xla", *peers.installed()]),
+        "whom to time beside mosaic, comma-separated: xla, peers that are installed, "
+        f"{WITHOUT_TMA}: kernels of older GPUs on this one",
+    ),
+    calls=(30, "timed calls a measurement"),
+    jobs=(1, "processes that compile, and time in turn; compile times are of no use then"),
+    csv=(Path, "also write the timings here, comma-separated"),
+)
+def main(args: Any) -> int:
     program.share_device(args.jobs)
     gpu = timing.on_gpu()
     known = list(enumerate(cases(small=not gpu)))

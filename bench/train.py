@@ -365,19 +365,17 @@ def found_peers(names: Sequence[str]) -> str:
     return ",".join(n for n in names if n not in _PEERS or importlib.util.find_spec(n))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = program.parsed(
-        "train",
-        argv,
-        "lm",
-        preset=([str], "the model's shape (130m; without a GPU tiny)"),
-        length=([int], "tokens of a sequence (2048; without a GPU 64)"),
-        only=(found_peers(CONTENDERS), "contenders, comma-separated"),
-        tokens=(int, "a step (16384; without a GPU 512)"),
-        vocab=(int, "tokens that there are, where not the preset's"),
-        steps=(20, "to time; on plain JAX half of them"),
-        limit=(480.0, "seconds for a contender"),
-    )
+@program.command(
+    "lm",
+    preset=([str], "the model's shape (130m; without a GPU tiny)"),
+    length=([int], "tokens of a sequence (2048; without a GPU 64)"),
+    only=(found_peers(CONTENDERS), "contenders, comma-separated"),
+    tokens=(int, "a step (16384; without a GPU 512)"),
+    vocab=(int, "tokens that there are, where not the preset's"),
+    steps=(20, "to time; on plain JAX half of them"),
+    limit=(480.0, "seconds for a contender"),
+)
+def main(args: Any) -> int:
     program.share_device(2)  # this process trains nothing, and of the others one at a time
     os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = "0.92"
     gpu = timing.on_gpu()
@@ -428,18 +426,16 @@ def checkpoint_share(rows: list[Row]) -> Row:
     return told | {"rows": rows}
 
 
-def checkpoints(argv: list[str] | None = None) -> int:
+@program.command(
+    "checkpoints",
+    preset=("130m", "the model's shape"),
+    every=(100, "steps between two checkpoints"),
+    count=(4, "checkpoints that are timed"),
+    log_every=(50, "steps between two reports"),
+    repeats=(2, "runs of each kind, in turn"),
+)
+def checkpoints(args: Any) -> int:
     """Runs ``python -m bench checkpoints``: compares the time between two reports of a run."""
-    args = program.parsed(
-        "checkpoints",
-        argv,
-        "checkpoints",
-        preset=("130m", "the model's shape"),
-        every=(100, "steps between two checkpoints"),
-        count=(4, "checkpoints that are timed"),
-        log_every=(50, "steps between two reports"),
-        repeats=(2, "runs of each kind, in turn"),
-    )
     if args.every % args.log_every or args.every < 2 * args.log_every:
         args.error(f"--every must be twice --log-every or another multiple; got {args.every}")
     program.share_device(2, one=False)  # this process trains nothing
@@ -580,21 +576,19 @@ def measure_decoding(job: Decoding) -> list[Row]:
     return rows
 
 
-def decode(argv: Sequence[str] | None = None) -> int:
+@program.command(
+    "decode",
+    preset=([str], "the model's shape (130m, mamba2-130m, 370m; without a GPU micro)"),
+    batch=([int], "prompts at once (1, 8, 64)"),
+    only=(found_peers(DECODERS), "contenders, comma-separated"),
+    vocab=(50280, "tokens that there are"),
+    prompt=(int, "tokens of a prompt (128; without a GPU 16)"),
+    tokens=(int, "to time, a multiple of 16 (128; without a GPU 16)"),
+    repeats=(3, "times that are taken of each"),
+    limit=(400.0, "seconds for a preset by a contender"),
+)
+def decode(args: Any) -> int:
     """Runs ``python -m bench decode``."""
-    args = program.parsed(
-        "decode",
-        argv,
-        "decode",
-        preset=([str], "the model's shape (130m, mamba2-130m, 370m; without a GPU micro)"),
-        batch=([int], "prompts at once (1, 8, 64)"),
-        only=(found_peers(DECODERS), "contenders, comma-separated"),
-        vocab=(50280, "tokens that there are"),
-        prompt=(int, "tokens of a prompt (128; without a GPU 16)"),
-        tokens=(int, "to time, a multiple of 16 (128; without a GPU 16)"),
-        repeats=(3, "times that are taken of each"),
-        limit=(400.0, "seconds for a preset by a contender"),
-    )
     program.share_device(2)  # this process decodes nothing, and of the others one at a time
     gpu = timing.on_gpu()
     prompt, tokens = (given or (128 if gpu else 16) for given in (args.prompt, args.tokens))
