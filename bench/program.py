@@ -39,7 +39,7 @@ ELSEWHERE = {"decode": "train", "checkpoints": "train", "first_step": "devices"}
 Row = dict[str, Any]
 
 ALONE: Row = {"apart": True, "most": 1}
-"""How :func:`measured` gives each job a process of its own, one after the other."""
+"""Options of :func:`measured` that give each job a process of its own, one after the other."""
 
 
 def command(result: str = "", /, **options: Any) -> Callable[[Callable[[Any], int]], Any]:
