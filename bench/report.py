@@ -308,7 +308,7 @@ def _pivot(command: str, *of: Any) -> Callable[[Results], str]:
     return lambda results: pivot(results.rows_of(command), *of)
 
 
-# What was compiled for GPUs that were not there, by ``bench aot`` and ``bench collectives``
+# Tables of programs compiled for GPUs that were not there, by ``bench aot`` and ``collectives``
 
 Held = dict[str, Any]
 """A file of :mod:`bench.aot`."""

@@ -368,7 +368,7 @@ def test_loss_without_gradient(case, dtype):
         IGNORED, of("label_smoothing", 0.0), of("z_loss", 0.0), of("logit_softcap")
     )
     of_logits = LossOptions(terms, classes, mode)
-    sums = lambda *a: sums_of_product(of_logits, mode, *a, labels, 0)
+    sums = lambda *a: sums_of_product(of_logits, *a, labels, 0)
     run = jax.jit(lambda *a: of_logits.loss(sums(*a), labels))
     with check.in_kernels():
         losses, lse = run(x, weight, bias)

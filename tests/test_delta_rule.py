@@ -517,7 +517,7 @@ def test_delta_rule_kernels_in_parts(by_channel, monkeypatch):
 
 
 def test_parts_of_a_sequence_fill_a_gpu():
-    """As many as the case "in parts" needs to be one, and none where heads are enough."""
+    """The case "in parts" has parts on a GPU, and there are none where heads are enough."""
 
     def parts(batch, length, heads):
         sizes = SimpleNamespace(batch=batch, length=length, heads=heads, slices=2, columns=4)

@@ -278,7 +278,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint_and_on_with_more_steps(finish
 
 
 def test_a_run_on_tokens_keeps_its_tokenizer_and_finds_them_elsewhere(tmp_path, stands_in):
-    """Of weighted sources, with others to validate with."""
+    """The run trains on weighted sources and validates on others."""
     out, cache = tmp_path / "run", tmp_path / "cache"
     for i, name in enumerate("abcd"):
         texts = (f"{name} scan reads {i * j} é" for j in range(60))

@@ -143,8 +143,8 @@ class Errors:
 
     sizes: tuple[int, ...]  # of the axes, in the order of the case's
     small: tuple[int, ...] | None  # for a machine without a GPU, where None leaves the case out
-    # Of another library's test, relative and absolute: the share of errors beyond their sum is told
-    # of the result, and nothing of gradients.
+    # The tolerances of another library's test, relative and absolute: the ledger gives the share of
+    # the result's errors beyond their sum, and nothing of gradients.
     bound: tuple[float, float] | None = None
 
 
@@ -168,15 +168,15 @@ class Case:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # by keyword
     # ``run(*arrays, implementation=..., **options)``, where that is not the op itself.
     run: Callable[..., Any] | None = None
-    # What a user would write, in the dtypes of the arguments; it shares no code with the op. In
-    # float64 it is the truth.
+    # The op as a user would write it, in the dtypes of the arguments; it shares no code with the
+    # op. In float64 it is the truth.
     expression: Callable[..., Any] | None = None
     forward: Cost | None = None
     backward: Cost | None = None  # without it the op is not differentiated
-    # Those that are timed. Where others compute the gradient in the forward, backward alone
+    # The passes that are timed. Where others compute the gradient in the forward, backward alone
     # compares with nothing.
     passes: Sequence[str] = ("forward", "both", "backward")
-    # What makes another library's function of the same arrays, by the library's name.
+    # Makers of other libraries' functions of the same arrays, by the libraries' names.
     peers: Mapping[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     drawn: bool = False  # whether the result is random, and another library's another one
     shapes: Sequence[Shape] = ()  # at which it is timed

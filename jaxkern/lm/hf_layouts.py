@@ -69,8 +69,8 @@ class Layout:
     model_type: str
     architecture: str  # the class
     kinds: Mapping[str, tuple[str, str]]  # of layers, how their tensors' names begin, their norms
-    # Of each key of config.json a field of the model's shape, and the default. Fields "heads" of
-    # Mamba-2 and "inner", the channels of Mamba, follow from others.
+    # The field of the model's shape that each key of config.json gives, and its default. Fields
+    # "heads" of Mamba-2 and "inner", the channels of Mamba, follow from others.
     keys: Mapping[str, tuple[str, Any]]
     fixed: Mapping[str, tuple[Any, ...]]  # what config.json may say otherwise, and models here not
     # The other fields, from the content and what the keys say, and the other keys.

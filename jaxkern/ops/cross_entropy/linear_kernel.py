@@ -13,7 +13,6 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic.arithmetic import LOG2E
 from jaxkern.mosaic.wgmma import TILE, over_rows
 from jaxkern.ops.cross_entropy.reference import LossOptions, Sums, position_of
@@ -28,14 +27,13 @@ LEAST = 2**26
 """Logits from which on the kernel is taken. Of 2^27 and more an H100 was faster at every shape
 tried, by 3 to 16% beside all logits in memory, and by 13 to 47% beside parts of 160 MiB."""
 
-
 _MOST_COPIED = 2**27
 """Bytes of a weight that is padded for the kernel: a larger copy would take the memory that the
 logits do not."""
 
 
 def fits(x: Any, weight: Any) -> bool:
-    """Whether the kernel multiplies these types, (..., K) and (K, V), without a copy of another."""
+    """Whether the kernel multiplies these types, (..., K) and (K, V), without a cast."""
     return x.size > 0 and products.unsupported(x=x) is None and weight.dtype == x.dtype
 
 
@@ -47,14 +45,14 @@ def is_faster(x: Any, weight: Any) -> bool:
 
 
 def sums_of_product(
-    options: LossOptions, mode: Mode, x: Any, weight: Any, bias: Any, labels: Any, before: Any
+    options: LossOptions, x: Any, weight: Any, bias: Any, labels: Any, before: Any
 ) -> Sums:
     """Sums of the rows of ``x @ weight + bias``, (..., K) and (K, V).
 
     `before` is the number of classes before the first of `weight`. Sums of ignored rows are of no
     use.
     """
-    tile = _INTERPRETED if mode == "interpret" else _TILE
+    tile = _INTERPRETED if options.mode == "interpret" else _TILE
     classes = weight.shape[1]
     position = position_of(labels, options.terms.ignored, before, classes)
     count = 4 if options.terms.smoothing else 3
@@ -64,7 +62,7 @@ def sums_of_product(
     product = Product(False, False, ("float32",), epilogue, "linear_cross_entropy_fwd", sums=count)
     operands = [products.flat(x)], [weight]
     columns = [position.reshape(-1)]
-    outs = products.launch(product, mode, *operands, rows, columns=columns, tile=tile)
+    outs = products.launch(product, options.mode, *operands, rows, columns=columns, tile=tile)
     assert outs is not None
     each = outs[0][:, :, : position.size].reshape(-1, count, *position.shape)
     tiles = Sums(*(each[:, i] for i in range(count)), *[jnp.zeros_like(each[:, 0])] * (4 - count))

@@ -516,9 +516,8 @@ def _kernel_sums(options: PartOptions, x, weight, bias, labels, before) -> tuple
     """:func:`_part_sums` without storing any logits, if none are asked for."""
     if options.save or not linear_kernel.fits(x, weight):
         return _part_sums(options, x, weight, bias, labels, before)
-    mode = options.of_logits.mode
     args = x, weight, bias, labels, before
-    return *linear_kernel.sums_of_product(options.of_logits, mode, *args), None
+    return *linear_kernel.sums_of_product(options.of_logits, *args), None
 
 
 def _kernel_losses(options: PartOptions, *arrays: Any) -> tuple[Any, ...]:

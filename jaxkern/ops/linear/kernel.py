@@ -182,12 +182,13 @@ def _shared_memory(
         scratch["held_slots"] = swizzled(*held_by, dtype=jnp.float32)
     if arrivals := len(tiles) + fetched:
         scratch["loaded"] = plgpu.Barrier(num_arrivals=arrivals, num_barriers=CONSUMERS * boxes)
-    scratch["outs"] = {
-        t: swizzled(CONSUMERS, 2, 64, box, dtype=jnp.dtype(t))
-        for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
-    }
     if product.sums:
         scratch["outs"] = plgpu.SMEM((CONSUMERS, 2, product.sums, BOX), jnp.float32)
+    else:
+        scratch["outs"] = {
+            t: swizzled(CONSUMERS, 2, 64, box, dtype=jnp.dtype(t))
+            for t, box in ((t, SWIZZLE // jnp.dtype(t).itemsize) for t in out_dtypes)
+        }
     barrier: Any = plgpu.Barrier
     if tile.share is not None:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
