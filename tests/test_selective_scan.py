@@ -166,9 +166,19 @@ def test_backward_between_saved_states(monkeypatch):
 
 
 def test_backward_in_parts(monkeypatch):
-    """Three parts of a chunk each."""
-    cut_grid(monkeypatch, backward, lambda columns, units: CUT(columns, units, 0, units))
-    Kernels(chunk=2, every=2).check("backward", without_optional(inputs_and_state(1, 5, 2, 2)))
+    """Three parts, the first of two chunks and the others of one."""
+    cut_grid(monkeypatch, backward, lambda *sizes: tiles.ScanGrid(*sizes, whole=0, length=1, head=2))
+    Kernels(chunk=2, every=2).check("backward", without_optional(inputs_and_state(1, 7, 2, 2)))
+
+
+def test_backward_grid(monkeypatch):
+    """A GPU that holds eight blocks: columns that fill it stay whole, of six all begin at once."""
+    monkeypatch.setattr(tiles, "num_sms", lambda: 4)
+    grid = functools.partial(tiles.backward_grid, units=16, warpgroups=1)
+    assert (grid(16).count, grid(16).rest) == (16, 0)
+    assert (grid(6).count, grid(6).first, grid(6).of_carries("first").units) == (12, 12, 4)
+    assert (grid(14).whole, grid(14).first) == (8, 12)
+    assert (grid(2).parts, grid(2).first) == (4, 4)
 
 
 @pytest.mark.exhaustive
@@ -180,7 +190,7 @@ def test_uneven_parts(monkeypatch):
     """
     monkeypatch.setattr(tiles, "num_sms", lambda: 3)
     monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
-    cut = lambda columns, units: CUT(columns, units, 1, 2)
+    cut = lambda columns, units: tiles.ScanGrid(columns, units, 1, length=1, head=units - 1)
     cut_grid(monkeypatch, backward, cut)
     halved, split = tiles.forward_grid(columns=4, chunks=5, halves=True), cut(2, 3)
     assert (halved.whole, halved.halved, halved.count) == (4, 1, 5)
@@ -197,10 +207,10 @@ def test_subparts(monkeypatch):
     cut_grid(monkeypatch, forward, cut)
     cut_grid(monkeypatch, backward, cut)
     grid = cut(1, 11)
-    assert (grid.length, grid.parts, grid.of_carries().count) == (6, 2, 3)
+    assert (grid.length, grid.parts, grid.of_carries("last").count) == (6, 2, 3)
     # The backward's last subpart of two chunks has one.
-    assert grid.of_carries().parts == 6
-    assert 11 % grid.of_carries().length == 1
+    carries = grid.of_carries("first")
+    assert (carries.units, carries.length, carries.parts) == (5, 2, 3)
     check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), "mosaic")
 
 

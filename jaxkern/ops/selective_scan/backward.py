@@ -119,7 +119,8 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     }
     scan = call.cut(grid)
     if grid.rest:
-        ins |= launch_carry(call, _CARRY, _carry_kernel, _CARRY_TOKENS, of_segments, dout=dout)
+        rest = _carry_kernel, _CARRY_TOKENS, of_segments
+        ins |= launch_carry(call, _CARRY, *rest, left_out="first", dout=dout)
     else:
         ins |= {"passed": None, "total": None}
     memory, barriers = _scratch(call, dout)
@@ -664,7 +665,7 @@ def _carry_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None
     Σ_t C[t] · dy[t] · Π a over its steps up to t = Σ_t C[t] · dy[t] · exp(A · Σdt).
     """
     at, tile, grid = ScanBlock(scan), scan.tile, scan.grid
-    first, count = scan.chunks_of_units(at.first + grid.left_out * grid.length, grid.length)
+    first, count = scan.chunks_of_units(grid.start + at.first, grid.length)
     rate, _, dt_bias = scan.constants(refs)
 
     def run_tile(n, span, carry):

@@ -218,10 +218,11 @@ class ScanBlock:
                 self.part = jnp.where(other < 0, 0, self.part)
                 column = jnp.where(other < 0, self.index, column)
         is_whole = other < 0 if grid.whole else not grid.rest
-        self.first = self.part * grid.length
-        self.units = jnp.where(
-            is_whole, grid.units, jnp.minimum(grid.length, grid.units - self.first)
-        )
+        self.first, most = self.part * grid.length, grid.length
+        if grid.head:
+            self.first += jnp.where(self.part > 0, grid.head - grid.length, 0)
+            most = jnp.where(self.part > 0, grid.length, grid.head)
+        self.units = jnp.where(is_whole, grid.units, jnp.minimum(most, grid.units - self.first))
         self.later = jnp.where(is_whole, 0, grid.parts - 1 - self.part)
         block = lax.rem(column, scan.blocks)
         self.block, self.batch = block, lax.div(column, scan.blocks)

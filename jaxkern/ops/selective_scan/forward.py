@@ -82,7 +82,8 @@ def launch_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any
         initial = call.pad_states(initial_state.astype(jnp.float32))
     ins = call.pick("x dt z B C A D dt_bias keep crossed") | {"initial": initial, "starts": starts}
     if grid.rest:
-        ins |= launch_carry(call, _CARRY, _carry_kernel, _CARRY_TOKENS, {"starts": starts})
+        rest = _carry_kernel, _CARRY_TOKENS, {"starts": starts}
+        ins |= launch_carry(call, _CARRY, *rest, left_out="last")
     else:
         ins |= {"passed": None, "total": None}
     outs = {
@@ -252,6 +253,7 @@ def _carry_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None
         share_step_sizes(tokens, smem.shared, dt_bias)
         return advance_chunks(scan, refs, span, ring.chunks, at_chunk, rate, *carry)
 
-    length = scan.grid.length if scan.grid.left_out else at.units
+    equal = scan.grid.units % scan.grid.length == 0
+    length = scan.grid.length if equal else at.units
     h, total = ring.stream(at.first, length, run_tile, no_carry(scan))
     store_carry(scan, refs, total, h)

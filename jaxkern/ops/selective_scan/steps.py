@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -325,7 +325,7 @@ def device_carry(
     """The carry of a device's whole part, from the carries of subparts that fill the GPU."""
     grid = forward_grid(call.columns, call.scan.chunks, halves=False)
     call.cut(dataclasses.replace(grid, whole=0))
-    got = launch_carry(call, name, kernel, *rest, every_part=True, **others)
+    got = launch_carry(call, name, kernel, *rest, left_out=None, **others)
     shape = got["total"].shape[0], call.batch, call.scan.channels
     total = call.cut_channels(got["total"].reshape(shape), 2)  # (subparts, B, G, P)
     passed = got["passed"].reshape(*shape, got["passed"].shape[-1])
@@ -340,15 +340,15 @@ def launch_carry(
     kernel: Callable[..., None],
     tokens: str,
     of_segments: dict[str, Any],
-    every_part: bool = False,
+    left_out: Literal["first", "last"] | None,
     **others: Any,
 ) -> dict[str, Any]:
-    """The carries of all subparts except the last part's, and the sums of their dt.
+    """The carries of all subparts except those of one part, and the sums of their dt.
 
-    It reads `tokens` and `others` along time, and states `of_segments`. With `every_part`
-    it includes the last part, for a sequence that continues on another device.
+    It reads `tokens` and `others` along time, and states `of_segments`. No part is left out of a
+    sequence that continues on another device.
     """
-    grid = call.scan.grid.of_carries(every_part)
+    grid = call.scan.grid.of_carries(left_out)
     scan = dataclasses.replace(call.scan, grid=grid)
 
     def of_chunks(chunks: int) -> Scratch:
@@ -356,7 +356,7 @@ def launch_carry(
         return Scratch([call.ring("", chunks, tokens, **others)], own)
 
     memory = call.scratch(min(grid.length * scan.per_unit, scan.chunks), of_chunks)
-    subparts = grid.parts - grid.left_out
+    subparts = grid.parts
     ins = call.pick(tokens) | others | of_segments | call.pick("A D dt_bias")
     passed = call.per_block(subparts, grid.rest)
     outs = {"passed": passed, "total": fp32_array(subparts, grid.rest, call.width)}

@@ -13,6 +13,7 @@ for a part of it where columns are too few to fill the GPU, or do not fill it ev
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -221,9 +222,10 @@ class ScanGrid:
     whole: int
     length: int  # of a part, in units; the last one may be shorter
     subparts: int = 1  # of a part, each with a block of its own in the pass that finds the carries
+    head: int = 0  # units of a column's first part; 0 for `length`
     halved: int = 0  # whole columns, the last, with two blocks of half the channels each
     skipped: int = 0  # first blocks, which are not there
-    left_out: int = 0  # last parts of a column, which have no blocks
+    start: int = 0  # of the first unit, which is not the sequence's
 
     @classmethod
     def cut(cls, columns: int, units: int, whole: int, parts: int, subparts: int = 1) -> "ScanGrid":
@@ -238,21 +240,27 @@ class ScanGrid:
         return self.columns - self.whole
 
     @property
+    def first(self) -> int:
+        """Units of the first part of each of these columns."""
+        return self.head or min(self.length, self.units)
+
+    @property
     def parts(self) -> int:
         """Parts of each of these columns."""
-        return -(-self.units // self.length) if self.rest else 1
+        return 1 - (self.first - self.units) // self.length if self.rest else 1
 
     @property
     def count(self) -> int:
         """Blocks of the kernel."""
-        others = self.rest * (self.parts - self.left_out)
-        return self.whole + self.halved + others - self.skipped
+        return self.whole + self.halved + self.rest * self.parts - self.skipped
 
-    def of_carries(self, every_part: bool = False) -> "ScanGrid":
-        """Blocks that find carries: the subparts of all parts but one, or of `every_part`."""
-        length, left_out = self.length // self.subparts, 0 if every_part else self.subparts
+    def of_carries(self, left_out: Literal["first", "last"] | None) -> "ScanGrid":
+        """Blocks that find carries: the subparts of all parts but one, or of all."""
+        start = self.first if left_out == "first" else 0
+        stop = self.first + (self.parts - 2) * self.length if left_out == "last" else self.units
+        length = self.length // self.subparts
         return ScanGrid(
-            self.columns, self.units, self.whole, length, skipped=self.whole, left_out=left_out
+            self.columns, stop - start, self.whole, length, skipped=self.whole, start=start
         )
 
     def of_halves(self) -> "ScanGrid":
@@ -278,7 +286,9 @@ class ScanGrid:
         best = min(fits, key=time, default=1)
         if best == 1 or time(best) > 0.9 * time(1):
             return self
-        return ScanGrid.cut(self.columns, self.units, self.whole, self.parts, best)
+        length = -(-self.length // best) * best
+        head = self.head and self.units - (self.parts - 1) * length
+        return dataclasses.replace(self, length=length, head=head, subparts=best)
 
 
 def forward_grid(columns: int, chunks: int, halves: bool) -> ScanGrid:
@@ -310,22 +320,34 @@ def backward_warpgroups(tile: ScanTile, channels: int, every: int) -> int:
 def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
     """Cuts a sequence for the backward, two of whose warpgroups share a multiprocessor.
 
-    The time is modelled as waves of blocks, each as long as its part, plus a third for the
-    pass that computes the parts' carries. So columns that fill the GPU evenly stay whole.
+    The time is modelled as waves of blocks, each as long as its part, plus a third for the pass
+    that computes the parts' carries, and a twentieth of a wave for its launch and the longer sums.
+    So columns that fill the GPU evenly stay whole.
+
+    Where the columns are more than half of what the GPU holds at a time, all begin at once with a
+    long first part, and the rest of the GPU takes the other parts one after another: carries are
+    found over these alone. (8, 2048, 1536, 16) has 192 columns on an H200, which holds 264: of
+    four equal parts carries were found over three quarters of the sequence, and now over one.
     """
     resident = 2 // warpgroups * num_sms()
+    rest = columns % resident
+    rounds = -(-rest // (resident - rest))  # of later parts, beside a first part
 
     def time(grid: ScanGrid) -> float:
         waves = -(-grid.whole // resident)
-        waves += -(-grid.rest * grid.parts // resident) * grid.length / grid.units
-        carried = grid.rest * (grid.parts - 1) / grid.parts
-        return waves + carried / resident / 3
+        if grid.head:
+            parts = max(grid.head, rounds * grid.length)
+        else:
+            parts = -(-grid.rest * grid.parts // resident) * grid.length
+        carried = grid.rest * (grid.units - grid.first)
+        return waves + (parts + carried / resident / 3) / grid.units + (0.05 if grid.rest else 0.0)
 
-    if columns % resident == 0:
+    if not rest:
         return ScanGrid.cut(columns, units, columns, 1)
     counts = range(1, max(2, min(64, units // 2 + 1)))
-    whole = columns - columns % resident
-    tried = [ScanGrid.cut(columns, units, w, count) for w in (whole, 0) for count in counts]
+    tried = [ScanGrid.cut(columns, units, w, n) for w in (columns - rest, 0) for n in counts]
+    if rounds > 1 and (length := units // (rounds + 1)):
+        tried.append(ScanGrid(columns, units, columns - rest, length, head=units - length))
     # A part also takes memory: a few per cent of the time for fewer, where that counts.
     most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
     fewest = min((grid for grid in tried if time(grid) <= most), key=lambda grid: grid.count)
