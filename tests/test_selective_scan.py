@@ -174,7 +174,7 @@ def test_backward_in_parts(monkeypatch):
 def test_backward_grid(monkeypatch):
     """A GPU that holds eight blocks: columns that fill it stay whole, of six all begin at once."""
     monkeypatch.setattr(tiles, "num_sms", lambda: 4)
-    grid = functools.partial(tiles.backward_grid, units=16, warpgroups=1)
+    grid = functools.partial(tiles.backward_grid, units=16)
     assert (grid(16).count, grid(16).rest) == (16, 0)
     assert (grid(6).count, grid(6).first, grid(6).of_carries("first").units) == (12, 12, 4)
     assert (grid(14).whole, grid(14).first) == (8, 12)
@@ -184,12 +184,11 @@ def test_backward_grid(monkeypatch):
 @pytest.mark.exhaustive
 @pytest.mark.gpu
 def test_uneven_parts(monkeypatch):
-    """Columns of blocks halved, in parts and whole side by side, and of two warpgroups.
+    """Columns of blocks halved, in parts and whole side by side.
 
     Tiles of four chunks, of which there are five, so that the last tile overlaps another.
     """
     monkeypatch.setattr(tiles, "num_sms", lambda: 3)
-    monkeypatch.setattr(backward, "backward_warpgroups", lambda *_: 2)
     cut = lambda columns, units: tiles.ScanGrid(columns, units, 1, length=1, head=units - 1)
     cut_grid(monkeypatch, backward, cut)
     halved, split = tiles.forward_grid(columns=4, chunks=5, halves=True), cut(2, 3)

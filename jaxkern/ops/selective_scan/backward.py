@@ -1,10 +1,11 @@
 """The backward kernel, and the kernel of the carry of a part's gradient.
 
-If states were saved further apart than a chunk, a block first runs from one saved state to the next
-and writes the state before every chunk. Then it goes through the chunks from the end. It runs each
-up, from the state before it to those before each step, which stay in registers, and down with their
-gradients. The decays are computed again on the way down: keeping them, and the states in shared
-memory, would cost more time there than the exponentials do.
+A block goes from the end through units of the sequence, each from one saved state to the next. It
+runs a unit up, and keeps the state before every group of a few steps in shared memory. Then it goes
+through the groups from the end: up, with the states before the steps and the decays in registers,
+and down with the gradients. So every decay is computed twice, and the saved states may lie up to
+32 steps apart: keeping the decays of a unit in shared memory, or the state before its every step,
+would cost more time there than the exponentials do.
 
 dA, dD and the gradient of dt_bias are sums of each block, dB and dC of each block's channels, added
 up after the kernel in a fixed order.
@@ -32,6 +33,7 @@ from jaxkern.ops.selective_scan.blocks import (
     ScanCall,
     ScanPlan,
     Scratch,
+    TileSpan,
     TokenRing,
     dot,
     fp32_array,
@@ -52,7 +54,6 @@ from jaxkern.ops.selective_scan.steps import (
     add_final_gradients,
     add_reset,
     advance,
-    advance_chunks,
     decayed,
     decays,
     device_carry,
@@ -68,18 +69,9 @@ from jaxkern.ops.selective_scan.steps import (
     states_before,
     store_carry,
 )
-from jaxkern.ops.selective_scan.tiles import (
-    CHANNELS,
-    WARPS,
-    backward_grid,
-    backward_tile,
-    backward_warpgroups,
-)
+from jaxkern.ops.selective_scan.tiles import CHANNELS, WARPS, backward_grid, backward_tile
 
 _CARRY, _CARRY_TOKENS = "selective_scan_bwd_carry", "dt z C keep crossed"
-
-_SUM_BUFFERS = 3
-"""Buffers of sums: one is filled, one added up, one that the other warpgroup may still add up."""
 
 
 def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
@@ -96,13 +88,9 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     assert every is not None
     tile = backward_tile(A.shape[-1])
     arrays = (x, dt, A, B, C, D, z, dt_bias, keep, crossed)
-    warpgroups = backward_warpgroups(tile, x.shape[-1], every)
-    call = ScanCall(options, tile, warpgroups, every, *arrays)
-    if warpgroups > 1 and not call.fits(_scratch(call, dout)[0]):
-        warpgroups = 1
-        call = ScanCall(options, tile, warpgroups, every, *arrays)
-    batch, per_unit = call.batch, call.scan.per_unit
-    grid = backward_grid(call.columns, -(-call.scan.chunks // per_unit), warpgroups)
+    call = ScanCall(options, tile, every, *arrays)
+    batch = call.batch
+    grid = backward_grid(call.columns, -(-call.scan.chunks // call.scan.per_unit))
     count, dlast, seen = options.num_segments, dfinal, None
     of_segments: dict[str, Any] = {"starts": None, "dends": None}
     if count is not None:
@@ -123,7 +111,6 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         ins |= launch_carry(call, _CARRY, *rest, left_out="first", dout=dout)
     else:
         ins |= {"passed": None, "total": None}
-    memory, barriers = _scratch(call, dout)
     like = lambda v: jax.ShapeDtypeStruct(call.arrays["x"].shape, v.dtype)
     starts = initial_state is not None
     outs = {
@@ -136,12 +123,8 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         "dz": None if z is None else like(z),
         "dinitial": call.states_like(batch) if starts and count is None else None,
         "dstarts": call.states_like(batch, count) if starts and count is not None else None,
-        "chunk_states": None,
     }
-    if per_unit > 1:
-        size = CHANNELS * tile.states * LANES
-        outs["chunk_states"] = fp32_array(grid.count, per_unit, warpgroups, size)
-    g = call.run("selective_scan_bwd", _bwd_kernel, scan, ins, outs, memory, barriers)
+    g = call.run("selective_scan_bwd", _bwd_kernel, scan, ins, outs, _scratch(call, dout))
     dB, dC = _sum_of_blocks(call, g["sums"])
     dA, dD, ddt_bias = (call.sum_over_parts(g[name]) for name in ("dA", "dD", "ddt_bias_sum"))
     dinitial = None
@@ -164,35 +147,27 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     )
 
 
-def _scratch(call: ScanCall, dout: jax.Array) -> tuple[Scratch, dict[str, Any]]:
-    """Shared memory, of which a multiprocessor has enough for two warpgroups, and barriers."""
+def _scratch(call: ScanCall, dout: jax.Array) -> Scratch:
+    """Shared memory, of which a multiprocessor has enough for two blocks."""
     tile, scan = call.tile, call.scan
-    recomputed = scan.per_unit > 1
-    buffers = 1 if scan.warpgroups == 1 else _SUM_BUFFERS
+    groups = scan.per_unit * CHUNK // tile.group
 
     def of_chunks(chunks: int) -> Scratch:
-        steps = chunks * CHUNK
-        rings = [call.ring("", chunks, "x dt z B C keep crossed", dout=dout)]
-        if recomputed:
-            rings.append(call.ring("before_", chunks, "x dt B keep crossed"))
+        added = CHUNK // 2 if tile.sums > 8 else CHUNK * min(chunks, 2)
         own = {
-            "shared": shared_size(tile, steps if recomputed else CHUNK),
+            "shared": shared_size(tile, CHUNK),
             "dy": (CHUNK * tile.row(1),),
+            "before": (groups * CHANNELS * tile.states * LANES,),
+            "sums": (added, LANES * tile.sums),
         }
-        sum_steps = steps if chunks > 1 or tile.sums <= 8 else CHUNK // 2
-        return Scratch(rings, own, (buffers, sum_steps, scan.warpgroups * LANES * tile.sums))
+        return Scratch([call.ring("", chunks, "x dt z B C keep crossed", dout=dout)], own)
 
-    most = min(scan.chunks, scan.per_unit if recomputed else scan.grid.length)
-    memory = call.scratch(most, of_chunks, resident=2)
-    if scan.warpgroups == 1:
-        return memory, {}
-    return memory, {"summed": plgpu.Barrier(num_arrivals=scan.warpgroups, num_barriers=buffers)}
+    most = scan.per_unit if scan.per_unit > 1 else scan.grid.length
+    return call.scratch(min(scan.chunks, most), of_chunks, resident=2)
 
 
-def _bwd_kernel(
-    scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing, before: TokenRing | None = None
-) -> None:
-    block = BackwardBlock(scan, refs, smem, ring, before)
+def _bwd_kernel(scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing) -> None:
+    block = BackwardBlock(scan, refs, smem, ring)
     at, tile = block.at, scan.tile
     dh = scan.zero_states()
     if refs.dfinal is not None:
@@ -201,16 +176,11 @@ def _bwd_kernel(
         own, subparts = ScanBlock(scan), refs.total.shape[0]
         count = jnp.where(own.later > 0, subparts - own.part * scan.grid.subparts, 0)
         dh = fold(scan, refs, block.gradients.rate, count, lambda i: subparts - 1 - i, dh)
-    block.fetch_unit(0, 0, 0)
-    close_copies()
-    init = 0, 0, 0, dh, scan.zero_states(), (zeros(), zeros()), (zeros(), zeros())
-    carry = lax.fori_loop(0, block.units, block.run_unit, init)
-    _, tiles, flushing, dh, dA, dD, ddt_bias = carry
-    block.gradients.sums.finish(lambda: block.unit(block.units - 1)[0], flushing, tiles)
-    scan.store_states(refs.dA.at[at.index, at.local], dA)
+    dh, dA, dD, ddt_bias = block.run(dh)
+    scan.store_states(refs.dA.at[at.index], dA)
     for ref, (value, _) in ((refs.dD, dD), (refs.ddt_bias_sum, ddt_bias)):
         (total,) = sum_lanes([value], tile.over_steps)
-        store(ref.at[at.index, at.local], [total], *tile.owned(step=0))
+        store(ref.at[at.index], [total], *tile.owned(step=0))
     if refs.dinitial is not None:
 
         @pl.when(at.part == 0)
@@ -219,145 +189,126 @@ def _bwd_kernel(
 
 
 class BackwardBlock:
-    """A block's work, unit by unit, tile by tile and chunk by chunk, all from the end.
+    """A block's work: stretches of its part from the end, tile by tile and chunk by chunk.
 
-    From unit to unit it carries the numbers of copies that its two rings have had, the number of
-    chunks whose sums are still to be added up, and dh, dA and the sums for dD and ddt_bias.
+    A stretch is a unit or, where a unit is a chunk, a tile of them. The tiles of a unit come once
+    for the way up, and once for the way down but for the last, which is there.
     """
 
-    def __init__(
-        self, scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing, before: TokenRing | None
-    ):
-        self.scan, self.refs, self.smem, self.tile = scan, refs, smem, scan.tile
-        self.ring, self.before = ring, before
+    def __init__(self, scan: ScanPlan, refs: Any, smem: Any, ring: TokenRing):
+        self.scan, self.refs, self.smem, self.ring = scan, refs, smem, ring
         self.at = ScanBlock(scan)
-        self.gradients = ChunkGradients(scan, refs, smem, self.at, ring.chunks)
-        # With the state before every chunk saved, the whole part is one unit.
-        self.units = self.at.units if scan.per_unit > 1 else 1
+        self.gradients = ChunkGradients(scan, refs, smem, self.at)
+        self.first, self.count = scan.chunks_of_units(self.at.first, self.at.units)
+        self.of_units = scan.per_unit > 1
+        self.length = scan.per_unit if self.of_units else ring.chunks  # of a stretch, in chunks
+        self.stretches = lax.div(self.count + self.length - 1, self.length)
 
-    def unit(self, i: Any) -> tuple[Any, Any]:
-        """First chunk and number of chunks of the i-th unit from the part's end."""
-        scan, at = self.scan, self.at
-        if scan.per_unit == 1:
-            return scan.chunks_of_units(at.first, at.units)
-        first = (at.first + self.units - 1 - i) * scan.per_unit
-        return first, jnp.minimum(scan.per_unit, scan.chunks - first)
+    def chunks(self, i: Any) -> tuple[Any, Any]:
+        """First chunk and number of chunks of the i-th stretch from the end."""
+        first = self.first + (self.stretches - 1 - i) * self.length
+        return first, jnp.minimum(self.length, self.first + self.count - first)
 
-    def fetch_unit(self, i: Any, up: Any, down: Any) -> None:
-        """Starts copying the first tiles of the i-th unit, upwards and downwards."""
-        first, count = self.unit(i)
-        if self.before is not None:
-            start = self.before.upward(first, count - 1, 0).start
-            pl.when(count > 1)(functools.partial(self.before.fetch, start, up))
-        self.fetch_below(first + count, down)
+    def span(self, i: Any, j: Any) -> TileSpan:
+        """The j-th tile that the i-th stretch from the end takes: upwards, and down again."""
+        first, count = self.chunks(i)
+        from_end = 2 * self.ring.tiles(count) - 2 - j
+        return self.ring.upward(first, count, jnp.minimum(j, from_end))
 
-    def fetch_below(self, end: Any, n: Any) -> None:
-        self.ring.fetch(self.start_below(end), n)
+    def saved(self, chunk: Any) -> list[Registers]:
+        """The saved state before a chunk, in the order of memory; at least the part's first."""
+        token, at = jnp.maximum(chunk, self.first) * CHUNK, self.at
+        states = self.refs.states.at[at.batch, token // self.scan.every, at.channels]
+        return self.scan.load_unswapped(states)
 
-    def start_below(self, end: Any) -> Any:
-        """The first chunk of the tile that ends before chunk `end`, or of the sequence's first."""
-        return jnp.maximum(end - self.ring.chunks, 0)
+    def run(self, dh: Any) -> Any:
+        """Returns dh before the part, dA, and the sums for dD and ddt_bias."""
+        self.ring.fetch(self.span(0, 0).start, 0)
+        close_copies()
+        first, count = self.chunks(0)
+        saved = self.saved(first if self.of_units else first + count - 1)
+        init = 0, saved, dh, self.scan.zero_states(), (zeros(), zeros()), (zeros(), zeros())
+        return lax.fori_loop(0, self.stretches, self.run_stretch, init)[2:]
 
-    def run_unit(self, i: Any, carry: Any) -> Any:
-        up, down, flushing, *carry = carry
-        first, count = self.unit(i)
-        if self.before is not None:
-            up = self.save_chunk_states(self.before, first, count, up)
-        tiles = self.ring.tiles(count)
+    def run_stretch(self, i: Any, carry: Any) -> Any:
+        """Runs the i-th stretch from the end.
+
+        It carries the number of copies before it, the saved state before the unit that comes next,
+        dh, dA and the sums for dD and ddt_bias.
+        """
+        copies, saved, *carry = carry
+        chunks = self.chunks(i)
+        tiles = self.ring.tiles(chunks[1])
+        taken = 2 * tiles - 1
 
         def run_tile(j, carry):
-            flushing, carry = carry[0], carry[1:]
             release_stage()
-            end, n = first + count - j * self.ring.chunks, down + j
+            last = j + 1 == taken
+            following = self.span(i + last, jnp.where(last, 0, j + 1))
 
-            @pl.when(j + 1 < tiles)
+            @pl.when(~last | (i + 1 < self.stretches))
             def _():
-                self.fetch_below(end - self.ring.chunks, n + 1)
-
-            @pl.when((j + 1 == tiles) & (i + 1 < self.units))
-            def _():
-                self.fetch_unit(i + 1, up, n + 1)
+                self.ring.fetch(following.start, copies + j + 1)
 
             close_copies()
-            return self.run_tile(first, end, n, flushing, carry)
+            self.ring.wait(copies + j)
+            span = self.span(i, j)
+            if not self.of_units:
+                return self.run_down(span, copies + j, chunks, carry)
+            down = lambda: self.run_down(span, copies + j, chunks, carry)
+            if self.ring.chunks >= self.length:
+                self.run_up(span, copies + j, chunks)
+                return down()
+            pl.when(j < tiles)(lambda: self.run_up(span, copies + j, chunks))
+            return lax.cond(j + 1 >= tiles, down, lambda: carry)
 
-        init = (flushing, self.state_before(first, first + count - 1), *carry)
-        flushing, _, *carry = lax.fori_loop(0, tiles, run_tile, init)
-        return up, down + tiles, flushing, *carry
+        if not self.of_units:
+            saved, *carry = lax.fori_loop(0, taken, run_tile, (saved, *carry))
+            return copies + taken, saved, *carry
+        self.gradients.keep(0, once_read(self.scan.swapped(saved)))
+        following = self.saved(chunks[0] - self.length)  # on its way while this unit is worked on
+        return copies + taken, following, *lax.fori_loop(0, taken, run_tile, tuple(carry))
 
-    def run_tile(self, first: Any, end: Any, n: Any, flushing: Any, carry: Any) -> Any:
-        """Runs the chunks before `end` that the n-th copy brings, none before chunk `first`."""
-        scan, ring = self.scan, self.ring
-        ring.wait(n)
-        start, chunks = self.start_below(end), jnp.minimum(ring.chunks, end - first)
+    def run_up(self, span: TileSpan, n: Any, chunks: tuple[Any, Any]) -> None:
+        """Runs the n-th copy's chunks up, but for the unit's last; keeps states before groups."""
+        first, count = chunks
+
+        def run(c, _):
+            chunk = Steps(self.scan, self.ring.chunk(n, c), (span.start + c) * CHUNK)
+            sync_warp()  # all lanes are done with the chunk before
+            share_step_sizes(chunk, self.smem.shared, self.gradients.dt_bias)
+            self.gradients.run_up(chunk, span.start + c - first, CHUNK)
+
+        last = first + count - 1 - span.start
+        lax.fori_loop(span.first, jnp.minimum(span.stop, last), run, None)
+
+    def run_down(self, span: TileSpan, n: Any, chunks: tuple[Any, Any], carry: Any) -> Any:
+        """Runs the n-th copy's chunks from the end."""
+        gradients, (first, count) = self.gradients, chunks
 
         def run(k, carry):
-            h, *carry = carry
-            h = scan.swapped(h) if scan.per_unit == 1 else h
-            c = end - 1 - k
-            chunk = Steps(scan, ring.chunk(n, c - start), c * CHUNK)
-            following = lambda: self.state_before(first, jnp.maximum(c - 1, first))
-            run_chunk = lambda chunk: self.gradients.run_chunk(chunk, k, n, h, following, carry)
+            c = span.stop - 1 - k
+            number, last, following = span.start + c - first, None, []
+            chunk = Steps(self.scan, self.ring.chunk(n, c), (span.start + c) * CHUNK)
+            if self.of_units:
+                last = number == count - 1
+            else:
+                saved, *carry = carry
+                gradients.keep(0, self.scan.swapped(saved))
+                number, following = 0, [self.saved(span.start + c - 1)]
+            run_chunk = lambda chunk: gradients.run_chunk(chunk, k, number, last, tuple(carry))
             if chunk.tokens.keep is None:
-                return run_chunk(chunk)
-            # Few chunks have a segment's first token; the others need not ask for it at each.
-            within = chunk.within_a_segment()
-            return lax.cond(chunk.crosses(), lambda: run_chunk(chunk), lambda: run_chunk(within))
+                carry = run_chunk(chunk)
+            else:
+                # Few chunks have a segment's first token; the others need not ask for it at each.
+                within = chunk.within_a_segment()
+                carry = lax.cond(
+                    chunk.crosses(), lambda: run_chunk(chunk), lambda: run_chunk(within)
+                )
+            gradients.sums.finish_chunk(k, chunk.token, c == span.first)
+            return *following, *carry
 
-        carry = lax.fori_loop(0, chunks, run, carry)
-        self.gradients.sums.finish_tile(end, chunks, n, flushing)
-        return chunks, *carry
-
-    def state_before(self, first: Any, c: Any) -> list[Registers]:
-        """The state before chunk c, of the unit that begins with chunk `first`.
-
-        A state saved by the forward is in the order of memory; the swap comes later.
-        """
-        if self.scan.per_unit == 1:
-            return self.gradients.saved(c * CHUNK)
-        ref = self.refs.chunk_states.at[self.at.index, c - first, self.at.warpgroup]
-        states = self.tile.states
-        flat = load_own(ref, 0, CHANNELS * states)
-        return [flat[r * states :][:states] for r in range(CHANNELS)]
-
-    def save_chunk_states(self, before: TokenRing, first: Any, count: Any, up: Any) -> Any:
-        """Writes the state before every chunk of a unit, from the saved one before the unit."""
-        scan, at = self.scan, self.at
-
-        def save(c, h):
-            ref = self.refs.chunk_states.at[at.index, c, at.warpgroup]
-            store_own(ref, 0, [v for row in h for v in row])
-
-        h = once_read(scan.swapped(self.gradients.saved(first * CHUNK)))
-        save(0, h)
-        tiles = before.tiles(count - 1)
-
-        def run_tile(i, h):
-            release_stage()
-
-            @pl.when(i + 1 < tiles)
-            def _():
-                before.fetch(before.upward(first, count - 1, i + 1).start, up + i + 1)
-
-            close_copies()
-            before.wait(up + i)
-            span = before.upward(first, count - 1, i)
-            token = span.start * CHUNK
-            steps = Steps(scan, before.tile(up + i), token, before.steps)
-            share_step_sizes(steps, self.smem.shared, self.gradients.dt_bias)
-
-            def at_chunk(c):
-                chunk = Steps(scan, before.chunk(up + i, c), token + c * CHUNK)
-                return chunk, shared_chunk(self.smem, self.tile, c)
-
-            after = lambda c, h: save(span.start + c + 1 - first, h)
-            h, _ = advance_chunks(
-                scan, self.refs, span, before.chunks, at_chunk, self.gradients.rate, h, after=after
-            )
-            return h
-
-        lax.fori_loop(0, tiles, run_tile, h)
-        return up + tiles
+        return lax.fori_loop(0, span.stop - span.first, run, tuple(carry))
 
 
 # A chunk
@@ -366,52 +317,72 @@ class BackwardBlock:
 class ChunkGradients:
     """The gradients of a chunk's steps, with the block's constants and memory."""
 
-    def __init__(self, scan: ScanPlan, refs: Any, smem: Any, at: ScanBlock, chunks: int):
+    def __init__(self, scan: ScanPlan, refs: Any, smem: Any, at: ScanBlock):
         self.scan, self.refs, self.smem, self.at, self.tile = scan, refs, smem, at, scan.tile
         self.rate, self.D, self.dt_bias = scan.constants(refs)
-        # The state after the last step is not among those saved, nor any beyond the end.
-        self.reads_all = scan.every < CHUNK and scan.length == scan.padded
-        self.sums = ChannelSums(scan, refs, smem, at, chunks)
+        self.groups = CHUNK // self.tile.group
+        self.sums = ChannelSums(scan, refs, smem, at)
 
-    def saved(self, token: Any) -> list[Registers]:
-        """The saved state before a token, in the order of memory."""
-        at = self.at
-        return self.scan.load_unswapped(
-            self.refs.states.at[at.batch, token // self.scan.every, at.channels]
-        )
+    def _kept(self, group: Any) -> Any:
+        size = CHANNELS * self.tile.states * LANES
+        return self.smem.before.at[pl.ds(group * size, size)]
 
-    def run_chunk(
-        self, chunk: Steps, from_end: Any, n: Any, h: Any, load_following: Any, carry: Any
-    ) -> Any:
-        """Runs a chunk up, to the states before each step, and down with their gradients.
+    def keep(self, group: Any, h: list[Registers]) -> None:
+        """Keeps the state before a group of a unit."""
+        store_own(self._kept(group), 0, [v for row in h for v in row])
 
-        It is number `from_end` from the end of the n-th tile.
+    def kept(self, group: Any) -> list[Registers]:
+        states = self.tile.states
+        flat = load_own(self._kept(group), 0, CHANNELS * states)
+        return [flat[r * states :][:states] for r in range(CHANNELS)]
+
+    def run_up(self, chunk: Steps, number: Any, steps: int) -> None:
+        """Runs the first steps of a unit's `number`-th chunk up; keeps the state after each group.
+
+        The state before the chunk was kept.
+        """
+        first, group = number * self.groups, self.tile.group
+        h, load = self.kept(first), self.load_up(chunk, "B")
+        for step, (_, dtx, decay, (B,), keep) in _loaded_ahead(range(steps), load):
+            h = advance(decay, dtx, B, states_before(self.scan, self.refs, keep, h))
+            if (step + 1) % group == 0:
+                self.keep(first + (step + 1) // group, h)
+
+    def run_chunk(self, chunk: Steps, from_end: Any, number: Any, last: Any, carry: Any) -> Any:
+        """Runs a unit's `number`-th chunk: each group from the last up, and down with gradients.
+
+        It is number `from_end` from the end of its tile, and `last` says whether it is the unit's
+        last, before whose groups states are still to be found; ``None`` where it surely is.
         """
         dh, dA, dD, ddt_bias = carry
-        own = self.share_chunk(chunk)
-        load_up = self.load_up(chunk)
-        before, weights, after = self.run_up(chunk, own, load_up, h)
-        # In time for the next round, and not waited for together with this one's.
-        following_h = load_following()
+        own, tile = self.share_chunk(chunk), self.tile
+        up = lambda: self.run_up(chunk, number, CHUNK - tile.group)
+        up() if last is None else pl.when(last)(up)
         dh, dA = jax.tree.map(lambda v: v, (dh, dA))
-        into, ddecay = [], []  # Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
+        ys, into, ddecay = [], [], []  # h · C, Σ_n dh · B and Σ_n v · A · log2(e), [J · R]
         sum_dd = sum_ddt = None  # of the chunk
-        load = self.load_down(chunk, load_up, weights)
-        for step, loaded in _loaded_ahead(range(CHUNK)[::-1], load):
-            reached = states_before(self.scan, self.refs, loaded[-1], before[step])
-            dh, *sums = self.step_gradients(dh, dA, reached, after, loaded)
-            dh = gradients_before(self.scan, self.refs, loaded[-1], dh)
-            dB, dC, into_step, ddecay_step = sums
-            after = before[step]
-            self.sums.store(n, from_end, chunk.token, step, dB, dC)
-            into, ddecay = into_step + into, ddecay_step + ddecay
-            if step % self.tile.steps == 0:
-                round = step // self.tile.steps
-                x, _, _, dy, _ = own[round]
-                ddt = self.write_round(chunk, round, own[round], into, ddecay)
-                sum_dd, sum_ddt = _plus(sum_dd, dy * x), _plus(sum_ddt, ddt)
-                into, ddecay = [], []
-        return following_h, dh, dA, _add(dD, sum_dd), _add(ddt_bias, sum_ddt)
+        for group in reversed(range(self.groups)):
+            steps = range(group * tile.group, (group + 1) * tile.group)
+            h = self.kept(number * self.groups + group)
+            before, held, after = self.run_group_up(chunk, steps, h)
+            load = self.load_down(chunk)
+            for step, (dy, keep) in _loaded_ahead(steps[::-1], load):
+                *sizes, weights, y = held.pop()
+                weights = weights or self.weights(chunk, "BC", step)
+                reached = states_before(self.scan, self.refs, keep, before[-1])
+                dh, *sums = self.step_gradients(dh, dA, reached, after, (dy, *sizes, weights))
+                dh = gradients_before(self.scan, self.refs, keep, dh)
+                dB, dC, into_step, ddecay_step = sums
+                after = before.pop()
+                self.sums.store(from_end, chunk.token, step, dB, dC)
+                ys, into, ddecay = y + ys, into_step + into, ddecay_step + ddecay
+                if step % tile.steps == 0:
+                    round = step // tile.steps
+                    x, _, _, dy, _ = own[round]
+                    ddt = self.write_round(chunk, round, own[round], ys, into, ddecay)
+                    sum_dd, sum_ddt = _plus(sum_dd, dy * x), _plus(sum_ddt, ddt)
+                    ys, into, ddecay = [], [], []
+        return dh, dA, _add(dD, sum_dd), _add(ddt_bias, sum_ddt)
 
     def share_chunk(self, chunk: Steps) -> list[tuple[Any, ...]]:
         """Computes the values that a lane owns in each round, and shares what other lanes need.
@@ -430,61 +401,49 @@ class ChunkGradients:
         sync_warp()
         return own
 
-    def load_up(self, chunk: Steps) -> Callable[[int], Any]:
-        """``load(step)`` for the way up: dt · x, B, C, keep, decays, and the state if saved."""
+    def weights(self, chunk: Steps, names: str, step: int) -> list[Registers]:
+        return [chunk.weights(name, step) for name in names]
+
+    def load_up(self, chunk: Steps, names: str) -> Callable[[int], Any]:
+        """``load(step)`` for the way up: dt, dt · x, decays, B and perhaps C, and keep."""
 
         def load(step):
-            following = None
-            if self.reads_all and step < CHUNK - 1:
-                following = self.scan.swapped(self.saved(chunk.token + step + 1))
             dt, dtx = chunk.shared(self.smem.shared, step, 2)
-            weights = chunk.weights("B", step), chunk.weights("C", step)
-            return dtx, *weights, chunk.keep(step), decays(dt, self.rate), following
+            weights = self.weights(chunk, names, step)
+            return dt, dtx, decays(dt, self.rate), weights, chunk.keep(step)
 
         return load
 
-    def run_up(
-        self, chunk: Steps, own: list[Any], load: Callable[[int], Any], h: Any
-    ) -> tuple[list[Any], list[Any], list[Registers]]:
-        """The states before each step, B and C of each, and the state after the chunk.
+    def run_group_up(self, chunk: Steps, steps: range, h: Any) -> tuple[list[Any], list[Any], Any]:
+        """The states before each step of a group, what the way down needs of it, and the last.
 
-        Writes dz on the way, which needs y.
+        That is dt, dt · x, the decays, B and C or ``None``, and h · C where there is a gate.
         """
-        scan, refs, tile = self.scan, self.refs, self.tile
-        ys, before, weights = [], [], []
-        for step, (dtx, B, C, keep, decay, following) in _loaded_ahead(range(CHUNK), load):
+        before, held = [], []
+        holds_weights = self.tile.states <= 4  # in registers; more would spill
+        for _, (dt, dtx, decay, weights, keep) in _loaded_ahead(steps, self.load_up(chunk, "BC")):
             before.append(h)
-            weights.append((B, C))
-            h = following or advance(decay, dtx, B, states_before(scan, refs, keep, h))
-            if refs.z is not None:
-                ys += [dot(row, C) for row in h]
-                if (step + 1) % tile.steps == 0:
-                    round = step // tile.steps
-                    x, *_, dsilu = own[round]
-                    chunk.write(refs.dz, round, dsilu * (chunk.over_states(ys) + self.D * x))
-                    ys = []
-        return before, weights, h
+            B, C = weights
+            h = advance(decay, dtx, B, states_before(self.scan, self.refs, keep, h))
+            y = [] if self.refs.z is None else [dot(row, C) for row in h]
+            held.append((dt, dtx, decay, weights if holds_weights else None, y))
+        return before, held, h
 
-    def load_down(self, chunk: Steps, load_up: Any, weights: list[Any]) -> Callable[[int], Any]:
-        """``load(step)`` for the way down: dy, dt, dt · x, decays, B, C and keep."""
-        keeps_weights = self.tile.states <= 4  # of a chunk, in registers; more would spill
+    def load_down(self, chunk: Steps) -> Callable[[int], Any]:
+        """``load(step)`` for the way down: dy, and keep, which is read again.
 
-        def load(step):
-            # Further reads of dt and keep have the compiler not hold the decays of the way up, nor
-            # whether segments begin: there are no registers for them.
-            dt, dtx = chunk.shared(self.smem.shared, step, 2, volatile=True)
-            B, C = weights[step] if keeps_weights else load_up(step)[1:3]
-            keep = chunk.keep(step, volatile=True)
-            dy = chunk.shared(self.smem.dy, step, 1)[0]
-            return dy, dt, dtx, decays(dt, self.rate), B, C, keep
-
-        return load
+        The compiler would hold whether segments begin: there are no registers for that.
+        """
+        return lambda step: (
+            chunk.shared(self.smem.dy, step, 1)[0],
+            chunk.keep(step, volatile=True),
+        )
 
     def step_gradients(
         self, dh: Any, dA: Any, reached: Any, after: Any, loaded: Any
     ) -> tuple[Any, ...]:
         """dh before a step, and its dB, dC, Σ_n dh · B and Σ_n v · A · log2(e); adds to dA."""
-        dy, dt, dtx, decay, B, C, _ = loaded
+        dy, dt, dtx, decay, (B, C) = loaded
         dB, dC = [None] * self.tile.states, [None] * self.tile.states
         into, ddecay = [None] * CHANNELS, [None] * CHANNELS
         each = [(r, k) for r in range(CHANNELS) for k in range(self.tile.states)]
@@ -501,10 +460,12 @@ class ChunkGradients:
         return dh, dB, dC, into, ddecay
 
     def write_round(
-        self, chunk: Steps, round: int, own: tuple[Any, ...], into: Any, ddecay: Any
+        self, chunk: Steps, round: int, own: tuple[Any, ...], ys: Any, into: Any, ddecay: Any
     ) -> jax.Array:
-        """Writes dx and ddt of a round, and returns ddt."""
-        x, dt, inside, dy, _ = own
+        """Writes dz, dx and ddt of a round, and returns ddt."""
+        x, dt, inside, dy, dsilu = own
+        if self.refs.z is not None:
+            chunk.write(self.refs.dz, round, dsilu * (chunk.over_states(ys) + self.D * x))
         into_own, ddecay_own = chunk.over_states(into), chunk.over_states(ddecay)
         chunk.write(self.refs.dx, round, dt * into_own + self.D * dy)
         ddt = ddecay_own * (1 / LOG2E) + x * into_own
@@ -537,87 +498,64 @@ def _add(total: tuple[jax.Array, jax.Array], value: Any) -> tuple[jax.Array, jax
     return after, (after - before) - value
 
 
-# The sums of dB and dC over channels, in a fixed order: of warps, of warpgroups, of blocks
+# The sums of dB and dC over channels, in a fixed order: of warps, of blocks
 
 
 class ChannelSums:
-    """Sums of dB and dC over a block's channels, of the steps of a tile.
+    """Sums of dB and dC over a block's channels.
 
-    Every warp stores its own sums in shared memory, and its block adds them up in order of the
-    warps. A block of several warpgroups does so a tile later, so that none waits for the others.
+    Every warp stores its own sums of some steps in shared memory, and the block adds them up in
+    order of the warps.
     """
 
-    def __init__(self, scan: ScanPlan, refs: Any, smem: Any, at: ScanBlock, chunks: int):
+    def __init__(self, scan: ScanPlan, refs: Any, smem: Any, at: ScanBlock):
         self.scan, self.refs, self.smem, self.at = scan, refs, smem, at
-        self.chunks = chunks  # of a tile
-        self.steps = smem.sums.shape[1]  # in shared memory at a time
-        size = LANES * scan.tile.sums
-        self.mine = pl.ds(at.warpgroup * LANES * scan.tile.sums, size)
+        self.steps = smem.sums.shape[0]  # in shared memory at a time
+        self.chunks = max(1, self.steps // CHUNK)
 
-    def _buffer(self, n: Any) -> Any:
-        return 0 if self.scan.warpgroups == 1 else lax.rem(n, _SUM_BUFFERS)
-
-    def store(self, n: Any, from_end: Any, token: Any, step: int, dB: Any, dC: Any) -> None:
-        """Stores this warp's sums of a step of the n-th tile.
+    def store(self, from_end: Any, token: Any, step: int, dB: Any, dC: Any) -> None:
+        """Stores this warp's sums of a step.
 
         The step's chunk begins at `token` and is number `from_end` from the end of the tile.
         """
         tile = self.scan.tile
         pairs = [v for pair in zip(dB, dC, strict=True) for v in pair]
         sums = sum_lanes(pairs, tile.over_channels, swapped=len(tile.state_swaps))
-        row = from_end * CHUNK + step if self.steps >= CHUNK else step % self.steps
-        ref = self.smem.sums.at[self._buffer(n), row, self.mine]
-        store(ref, sums, (1, LANES, tile.sums))
+        row = lax.rem(from_end, self.chunks) * CHUNK + step
+        if self.steps < CHUNK:
+            row = step % self.steps
+        store(self.smem.sums.at[row], sums, (1, LANES, tile.sums))
         if self.steps < CHUNK and row == 0:
             release_stage()
-            self._write(token + step, self._of_warps(0, 0, self.steps))
+            self._write(token + step, self._of_warps(0, self.steps))
             release_stage()
 
-    def finish_tile(self, end: Any, chunks: Any, n: Any, flushing: Any) -> None:
-        """Adds up the sums of the n-th tile, of `chunks` up to `end`.
+    def finish_chunk(self, from_end: Any, token: Any, last: Any) -> None:
+        """Adds up the sums that are there, where the next chunk has no room, or is of another tile.
 
-        With several warpgroups, the sums of the `flushing` chunks of the previous tile instead.
+        The chunk begins at `token`, and is the `last` of the tile, or not.
         """
         if self.steps < CHUNK:
             return
-        if self.scan.warpgroups == 1:
-            release_stage()
-            self._add_up(end, chunks, 0)
-            return
+        number = lax.rem(from_end, self.chunks)
 
-        @pl.when(n > 0)
+        @pl.when((number == self.chunks - 1) | last)
         def _():
-            self._wait_and_add_up(end + flushing, flushing, n - 1)
+            release_stage()
+            sums = [self._of_warps(k * CHUNK, CHUNK) for k in range(self.chunks)]
+            for k, of_chunk in enumerate(sums):
+                first = token + (number - k) * CHUNK
+                pl.when(k <= number)(functools.partial(self._write, first, of_chunk))
+            release_stage()
 
-        release_stage()
-        plgpu.barrier_arrive(self.smem.summed.at[self._buffer(n)])
-
-    def finish(self, end: Callable[[], Any], flushing: Any, n: Any) -> None:
-        """Adds up the sums of the last tile, the n-th, if that was deferred."""
-        if self.scan.warpgroups > 1:
-            self._wait_and_add_up(end() + flushing, flushing, n - 1)
-
-    def _wait_and_add_up(self, end: Any, chunks: Any, n: Any) -> None:
-        plgpu.barrier_wait(self.smem.summed.at[self._buffer(n)])
-        self._add_up(end, chunks, self._buffer(n))
-
-    def _add_up(self, end: Any, chunks: Any, buffer: Any) -> None:
-        """Adds up this warpgroup's steps of every chunk."""
-        rows = CHUNK // self.scan.warpgroups
-        mine = self.at.warpgroup * rows
-        sums = [self._of_warps(buffer, k * CHUNK + mine, rows) for k in range(self.chunks)]
-        for k, of_chunk in enumerate(sums):
-            token = (end - 1 - k) * CHUNK + mine
-            pl.when(k < chunks)(functools.partial(self._write, token, of_chunk))
-
-    def _of_warps(self, buffer: Any, start: Any, rows: int) -> jax.Array:
+    def _of_warps(self, start: int, rows: int) -> jax.Array:
         """The sums over all warps of some steps, (rows, 32 · sums)."""
         size = 32 * self.scan.tile.sums
         layout = plgpu.Layout.WG_STRIDED((rows, size), vec_size=min(2, rows * size // LANES))
-        steps = self.smem.sums.at[buffer, pl.ds(start, rows)]
+        steps = self.smem.sums.at[pl.ds(start, rows)]
         warps = [
             plgpu.load(steps.at[:, pl.ds(size * w, size)], layout=layout, optimized=False)
-            for w in range(self.scan.warpgroups * WARPS)
+            for w in range(WARPS)
         ]
         return functools.reduce(jnp.add, warps)
 
@@ -654,7 +592,7 @@ def launch_device_bwd_carry(options: SelectiveScanOptions, dt, A, C, z, dt_bias,
     if dout.size == 0:
         return reference_bwd_carry(options, dt, A, C, z, dt_bias, keep, dout)
     tile = backward_tile(A.shape[-1])
-    call = ScanCall(options, tile, 1, 0, dt, dt, A, C, C, None, z, dt_bias, keep, None)
+    call = ScanCall(options, tile, 0, dt, dt, A, C, C, None, z, dt_bias, keep, None)
     rest = _carry_kernel, _CARRY_TOKENS, {"starts": None, "dends": None}
     return device_carry(call, A, _CARRY, *rest, reverse=True, dout=call.pad_tokens(dout))
 

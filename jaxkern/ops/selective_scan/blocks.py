@@ -28,7 +28,7 @@ from jaxkern.ops.segments import with_zeros
 from jaxkern.ops.selective_scan.reference import CHUNK, SelectiveScanOptions
 from jaxkern.ops.selective_scan.tiles import CHANNELS, ScanGrid, ScanTile
 
-BLOCK, WARPGROUP = grid_axes("block", "warpgroup")
+BLOCK = grid_axes("block")[0]
 
 Registers = list[jax.Array]
 """Arrays (LANES,), fp32."""
@@ -40,7 +40,7 @@ KEEP_STEPS = 32
 """Tokens of `keep` and `crossed` in a stage, and the most of a tile: each lane of a warpgroup
 announces its share of a copy, which makes 128 bytes the least of one."""
 
-_OVERHEAD = 3584
+_OVERHEAD = 2560
 """Bytes of shared memory for barriers and for what a block takes itself."""
 
 
@@ -94,7 +94,6 @@ class ScanPlan:
     channels: int  # D, padded
     blocks: int  # of channels
     blocks_per_group: int  # that share B and C
-    warpgroups: int  # of a block, each with a tile of its channels
     exact: bool  # fp32 tokens: no shortcut in softplus and sigmoid
     every: int  # steps from one saved state to the next
     grid: ScanGrid  # of blocks
@@ -227,10 +226,7 @@ class ScanBlock:
         block = lax.rem(column, scan.blocks)
         self.block, self.batch = block, lax.div(column, scan.blocks)
         self.group = lax.div(block, scan.blocks_per_group)
-        self.warpgroup = lax.axis_index(WARPGROUP) if scan.warpgroups > 1 else 0
-        start = self.warpgroup * width
-        self.local = pl.ds(start, width)  # among the block's channels
-        self.channels = pl.ds(block * scan.warpgroups * width + start, width)
+        self.channels = pl.ds(block * width, width)
 
 
 # Rings of tokens
@@ -251,11 +247,10 @@ class TokenTiles:
         self.tiles = {name: (self._shape(name), v.dtype) for name, v in self.arrays.items()}
 
     def scratch(self) -> dict[str, Any]:
-        """The rings, one for each warpgroup."""
-        return ring_scratch(2 * self.scan.warpgroups, self.tiles, self.prefix)
+        return ring_scratch(2, self.tiles, self.prefix)
 
     def bytes(self) -> int:
-        """The shared memory of one warpgroup's ring."""
+        """The shared memory of the ring."""
         return 2 * sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.tiles.values())
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -281,7 +276,7 @@ class TokenRing:
 
     @property
     def ring(self) -> Ring:
-        return Ring(self.arrays, self.arrived, 2, 2 * self.at.warpgroup)
+        return Ring(self.arrays, self.arrived, 2, 0)
 
     def fetch(self, chunk: Any, n: Any) -> None:
         """Starts the n-th copy of this ring, of the tile from `chunk` on."""
@@ -373,31 +368,25 @@ class Scratch:
 
     Attributes:
       rings: of token arrays.
-      own: sizes of each warpgroup's fp32 arrays, by name.
-      sums: the shape of an fp32 array that a block's warpgroups share; ``None`` for none.
+      own: shapes of fp32 arrays, by name.
     """
 
     rings: list[TokenTiles]
     own: dict[str, tuple[int, ...]]
-    sums: tuple[int, ...] | None = None
 
-    def bytes(self, warpgroups: int) -> int:
-        """Bytes for one of a block's `warpgroups`."""
+    def bytes(self) -> int:
         own = sum(map(math.prod, self.own.values()))
-        shared = math.prod(self.sums) // warpgroups if self.sums else 0
-        return sum(ring.bytes() for ring in self.rings) + 4 * (own + shared)
+        return sum(ring.bytes() for ring in self.rings) + 4 * own
 
 
 class ScanCall:
     """The arrays of a call as the kernels take them: whole chunks and blocks, groups in a row."""
 
-    def __init__(
-        self, options: SelectiveScanOptions, tile: ScanTile, warpgroups: int, every: int, *arrays
-    ):
+    def __init__(self, options: SelectiveScanOptions, tile: ScanTile, every: int, *arrays):
         x, dt, A, B, C, D, z, dt_bias, keep, crossed = arrays
         f32 = jnp.float32
         self.tile = tile
-        self.width = tile.width * warpgroups  # of a block
+        self.width = tile.width  # of a block
         self.batch, self.length, self.groups, self.dim = x.shape
         self.states = A.shape[-1]
         none = jnp.zeros((self.groups, self.dim), f32)
@@ -422,7 +411,6 @@ class ScanCall:
             channels=channels,
             blocks=self.blocks,
             blocks_per_group=self.blocks // self.groups,
-            warpgroups=warpgroups,
             exact=any(v is not None and v.dtype == f32 for v in (x, dt, z)),
             every=every,
             grid=ScanGrid(1, 1, 1, 1),
@@ -497,32 +485,20 @@ class ScanCall:
         ins: dict[str, Any],
         outs: dict[str, Any],
         memory: Scratch,
-        barriers: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Launches ``kernel(scan, refs, smem, *rings)`` on the grid of `scan`, arrays by name."""
 
         def body(refs: Any, smem: Any) -> None:
-            of_warpgroup = {
-                name: getattr(smem, name).at[ScanBlock(scan).warpgroup] for name in memory.own
-            }
-            smem = types.SimpleNamespace(**vars(smem) | of_warpgroup)
             kernel(scan, refs, smem, *(TokenRing(r, refs, smem, scan) for r in memory.rings))
 
-        fp32 = lambda *shape: plgpu.SMEM(shape, jnp.float32)
-        scratch = {k: fp32(scan.warpgroups, *v) for k, v in memory.own.items()}
+        scratch: dict[str, Any] = {k: plgpu.SMEM(v, jnp.float32) for k, v in memory.own.items()}
         for ring in memory.rings:
             scratch |= ring.scratch()
-        if memory.sums:
-            scratch["sums"] = fp32(*memory.sums)
-        threads: dict[str, Any] = {}
-        if scan.warpgroups > 1:
-            threads = {"num_threads": scan.warpgroups, "thread_name": WARPGROUP}
         return launch_named(
             body,
             ins,
             outs,
-            scratch | (barriers or {}),
-            **threads,
+            scratch,
             grid=(scan.grid.count,),
             grid_names=(BLOCK,),
             kernel_name=name,
@@ -532,20 +508,15 @@ class ScanCall:
     def scratch(self, most: int, of_chunks: Callable[[int], Scratch], resident: int = 1) -> Scratch:
         """Picks the chunks per tile, up to `most`, that fit shared memory, and their scratch.
 
-        `of_chunks` gives the scratch memory of a number of chunks; `resident` warpgroups share a
+        `of_chunks` gives the scratch memory of a number of chunks; `resident` blocks share a
         multiprocessor.
         """
-        room = shared_memory() // max(resident, self.scan.warpgroups) - _OVERHEAD
+        room = shared_memory() // resident - _OVERHEAD
         for chunks in (4, 2):
             scratch = of_chunks(chunks)
-            if chunks <= most and scratch.bytes(self.scan.warpgroups) <= room:
+            if chunks <= most and scratch.bytes() <= room:
                 return scratch
         return of_chunks(1)
-
-    def fits(self, scratch: Scratch) -> bool:
-        """Whether a block of all its warpgroups has that much shared memory."""
-        warpgroups = self.scan.warpgroups
-        return warpgroups * scratch.bytes(warpgroups) + _OVERHEAD <= shared_memory()
 
     def pick(self, names: str) -> dict[str, Any]:
         """The arrays of these names."""

@@ -64,7 +64,7 @@ def launch_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any
         return reference_fwd(options, *args)
     every = options.checkpoint_every if options.save else None
     tile = forward_tile(A.shape[-1])
-    call = ScanCall(options, tile, 1, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
+    call = ScanCall(options, tile, every or 0, x, dt, A, B, C, D, z, dt_bias, keep, crossed)
     grid = forward_grid(call.columns, call.scan.chunks, half(tile) is not None)
     scan = call.cut(grid)
 
@@ -234,7 +234,7 @@ def launch_device_carry(options: SelectiveScanOptions, x, dt, A, B, dt_bias, kee
     if x.size == 0:
         return reference_carry(options, x, dt, A, B, dt_bias, keep)
     tile = forward_tile(A.shape[-1])
-    call = ScanCall(options, tile, 1, 0, x, dt, A, B, B, None, None, dt_bias, keep, None)
+    call = ScanCall(options, tile, 0, x, dt, A, B, B, None, None, dt_bias, keep, None)
     segments = {"starts": None}
     return device_carry(call, A, _CARRY, _carry_kernel, _CARRY_TOKENS, segments, reverse=False)
 

@@ -365,8 +365,8 @@ def launch_carry(
 
 def store_carry(scan: ScanPlan, refs: Any, total: Registers, h: list[Registers]) -> None:
     at = ScanBlock(scan)
-    scan.store_states(refs.passed.at[at.part, at.rest, at.local], h)
-    ref = refs.total.at[at.part, at.rest, at.local]
+    scan.store_states(refs.passed.at[at.part, at.rest], h)
+    ref = refs.total.at[at.part, at.rest]
     for r, value in enumerate(total):
         start, digits = scan.tile.of_channel(r, 1)
         store(ref, [value], *digits, start=start)
@@ -403,9 +403,9 @@ def fold(
 
     def load(i):
         s = number(jnp.minimum(i, count - 1))
-        total = scan.load_per_channel(refs.total.at[s, at.rest, at.local], 1)
+        total = scan.load_per_channel(refs.total.at[s, at.rest], 1)
         total = [row[0] for row in total]
-        return total, scan.load_states(refs.passed.at[s, at.rest, at.local])
+        return total, scan.load_states(refs.passed.at[s, at.rest])
 
     def body(group, h):
         numbers = [group * _FOLD + i for i in range(_FOLD)]

@@ -172,6 +172,11 @@ class ScanTile:
         return _between(each, self.low * self.lanes)
 
     @property
+    def group(self) -> int:
+        """Steps of which a lane of the backward has states and decays in registers."""
+        return CHUNK // 2 if self.states <= 4 else CHUNK // 4
+
+    @property
     def sums(self) -> int:
         """Sums of dB and dC over channels that a lane is left with."""
         return max(1, 2 * self.states // self.groups)
@@ -308,17 +313,8 @@ def forward_grid(columns: int, chunks: int, halves: bool) -> ScanGrid:
     return whole
 
 
-def backward_warpgroups(tile: ScanTile, channels: int, every: int) -> int:
-    """Picks two where possible and memory counts: they halve the partial sums of dB and dC.
-
-    At (8, 2048, 2048, 16) with a state saved every 8 steps, two take 5% longer on an H200.
-    """
-    even = -(-channels // tile.width) % 2 == 0
-    return 2 if even and tile.sums <= 4 and every >= 64 else 1
-
-
-def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
-    """Cuts a sequence for the backward, two of whose warpgroups share a multiprocessor.
+def backward_grid(columns: int, units: int) -> ScanGrid:
+    """Cuts a sequence for the backward, two of whose blocks share a multiprocessor.
 
     The time is modelled as waves of blocks, each as long as its part, plus a third for the pass
     that computes the parts' carries, and a twentieth of a wave for its launch and the longer sums.
@@ -329,7 +325,7 @@ def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
     found over these alone. (8, 2048, 1536, 16) has 192 columns on an H200, which holds 264: of
     four equal parts carries were found over three quarters of the sequence, and now over one.
     """
-    resident = 2 // warpgroups * num_sms()
+    resident = 2 * num_sms()
     rest = columns % resident
     rounds = -(-rest // (resident - rest))  # of later parts, beside a first part
 
@@ -348,7 +344,4 @@ def backward_grid(columns: int, units: int, warpgroups: int) -> ScanGrid:
     tried = [ScanGrid.cut(columns, units, w, n) for w in (columns - rest, 0) for n in counts]
     if rounds > 1 and (length := units // (rounds + 1)):
         tried.append(ScanGrid(columns, units, columns - rest, length, head=units - length))
-    # A part also takes memory: a few per cent of the time for fewer, where that counts.
-    most = min(map(time, tried)) * (1.04 if warpgroups > 1 else 1.0)
-    fewest = min((grid for grid in tried if time(grid) <= most), key=lambda grid: grid.count)
-    return fewest.with_subparts()
+    return min(tried, key=lambda grid: (time(grid), grid.count)).with_subparts()
