@@ -160,9 +160,9 @@ def test_backward_of_segments(monkeypatch):
 
 
 def test_backward_between_saved_states(monkeypatch):
-    """Two chunks from one saved state to the next, the last of which has one."""
+    """Six chunks from one saved state to the next, in tiles of four, and then three."""
     cut_grid(monkeypatch, backward, WHOLE)
-    Kernels(chunk=2, every=4).check("backward", without_optional(inputs_and_state(1, 9, 2, 2)))
+    Kernels(chunk=2, every=12).check("backward", without_optional(inputs_and_state(1, 17, 2, 2)))
 
 
 def test_backward_in_parts(monkeypatch):

@@ -299,7 +299,7 @@ class MambaLM(nnx.Module):
                 # The weights' copies in the compute dtype are made again, too. Where the scan is,
                 # XLA takes all layers' out of the stacked arrays too early for that: they are
                 # shared.
-                alone = (remat == "cheap", True, True, True)
+                alone = (False, True, True, True)
                 options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
                 apply = jax.checkpoint(mixed, **options)
             norm = self._gathered({"norm": params["norm"][...]})["norm"]

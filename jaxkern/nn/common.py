@@ -341,7 +341,12 @@ def project_out(
     """The output projection of a block; the sum over devices where `axis_name` splits its input."""
     if axis_name is None:
         return project(y, weights.out_proj, weights.out_bias)
-    out = leave(project(y, weights.out_proj), axis_name)
+    return projected_out(project(y, weights.out_proj), weights, axis_name)
+
+
+def projected_out(out: jax.Array, weights: Any, axis_name: str | None) -> jax.Array:
+    """The product with `out_proj`, the sum over devices and the bias added."""
+    out = out if axis_name is None else leave(out, axis_name)
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 

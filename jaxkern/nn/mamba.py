@@ -187,13 +187,12 @@ def mamba(
     (u,), conv = common.convolved(weights, cache, [u], [], options)
     state: Any = None if cache is None else cache.scan
     arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
-    step_sizes: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True}
-    y: Any = jaxkern.selective_scan(*arrays, initial_state=state, **step_sizes, **options)
-    if not return_cache:
-        return common.project_out(project, y, weights, axis_name)
-    y, state = y
-    out = common.project_out(project, y, weights, axis_name)
-    return out, common.as_before(Cache(conv, state), cache)
+    options |= {"dt_bias": weights.dt_bias, "dt_softplus": True, "out_weight": weights.out_proj}
+    out: Any = jaxkern.selective_scan(*arrays, initial_state=state, **options)
+    if return_cache:
+        out, state = out
+    out = common.projected_out(out, weights, axis_name)
+    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
 
 
 def mamba_step(

@@ -69,20 +69,21 @@ from jaxkern.ops.selective_scan.steps import (
     states_before,
     store_carry,
 )
-from jaxkern.ops.selective_scan.tiles import CHANNELS, WARPS, backward_grid, backward_tile
+from jaxkern.ops.selective_scan.tiles import CHANNELS, WARPS, apart, backward_grid, backward_tile
 
 _CARRY, _CARRY_TOKENS = "selective_scan_bwd_carry", "dt z C keep crossed"
 
 
 def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
-    """The gradients in the order of the arguments; sums are in fp32."""
+    """The gradients in the order of the arguments, sums in fp32, and perhaps the output."""
     *given, states, dout, dfinal = args
     x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed = given
     if x.size == 0:
         return reference_bwd(options, *args)
     f32 = jnp.float32
     if states is None:
-        options = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY)
+        every = apart(RECOMPUTED_EVERY, A.shape[-1], x, dt, z)
+        options = dataclasses.replace(options, checkpoint_every=every)
         _, _, states = launch_fwd(dataclasses.replace(options, final=False, save=True), *given)
     every = options.checkpoint_every
     assert every is not None
@@ -121,6 +122,7 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         "dD": fp32_array(grid.count, call.width),
         "ddt_bias_sum": fp32_array(grid.count, call.width),
         "dz": None if z is None else like(z),
+        "out": like(x) if options.output else None,
         "dinitial": call.states_like(batch) if starts and count is None else None,
         "dstarts": call.states_like(batch, count) if starts and count is not None else None,
     }
@@ -144,6 +146,7 @@ def launch_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         dinitial,
         None,
         None,
+        call.cut_tokens(g["out"]) if options.output else None,
     )
 
 
@@ -321,6 +324,7 @@ class ChunkGradients:
         self.scan, self.refs, self.smem, self.at, self.tile = scan, refs, smem, at, scan.tile
         self.rate, self.D, self.dt_bias = scan.constants(refs)
         self.groups = CHUNK // self.tile.group
+        self.needs_y = refs.z is not None or refs.out is not None
         self.sums = ChannelSums(scan, refs, smem, at)
 
     def _kept(self, group: Any) -> Any:
@@ -342,7 +346,7 @@ class ChunkGradients:
         The state before the chunk was kept.
         """
         first, group = number * self.groups, self.tile.group
-        h, load = self.kept(first), self.load_up(chunk, "B")
+        h, load = self.kept(first), self.load_up(chunk, "B", polynomials(self.tile))
         for step, (_, dtx, decay, (B,), keep) in _loaded_ahead(range(steps), load):
             h = advance(decay, dtx, B, states_before(self.scan, self.refs, keep, h))
             if (step + 1) % group == 0:
@@ -378,7 +382,7 @@ class ChunkGradients:
                 ys, into, ddecay = y + ys, into_step + into, ddecay_step + ddecay
                 if step % tile.steps == 0:
                     round = step // tile.steps
-                    x, _, _, dy, _ = own[round]
+                    x, _, _, dy, *_ = own[round]
                     ddt = self.write_round(chunk, round, own[round], ys, into, ddecay)
                     sum_dd, sum_ddt = _plus(sum_dd, dy * x), _plus(sum_ddt, ddt)
                     ys, into, ddecay = [], [], []
@@ -387,7 +391,7 @@ class ChunkGradients:
     def share_chunk(self, chunk: Steps) -> list[tuple[Any, ...]]:
         """Computes the values that a lane owns in each round, and shares what other lanes need.
 
-        Returns of each round (x, dt, mask of dt's slope, dy, dout · y's share of dz).
+        Returns of each round (x, dt, mask of dt's slope, dy, dout · y's share of dz, silu(z)).
         """
         own = []
         sync_warp()  # all lanes are done with the chunk before
@@ -397,27 +401,28 @@ class ChunkGradients:
             dy = dout * silu
             chunk.share(self.smem.shared, round, [dt, dt * x])
             chunk.share(self.smem.dy, round, [dy])
-            own.append((x, dt, inside, dy, dout * slope))
+            own.append((x, dt, inside, dy, dout * slope, silu))
         sync_warp()
         return own
 
     def weights(self, chunk: Steps, names: str, step: int) -> list[Registers]:
         return [chunk.weights(name, step) for name in names]
 
-    def load_up(self, chunk: Steps, names: str) -> Callable[[int], Any]:
+    def load_up(self, chunk: Steps, names: str, by_polynomial: int = 0) -> Callable[[int], Any]:
         """``load(step)`` for the way up: dt, dt · x, decays, B and perhaps C, and keep."""
 
         def load(step):
             dt, dtx = chunk.shared(self.smem.shared, step, 2)
             weights = self.weights(chunk, names, step)
-            return dt, dtx, decays(dt, self.rate), weights, chunk.keep(step)
+            decay = decays(dt, self.rate, by_polynomial)
+            return dt, dtx, decay, weights, chunk.keep(step)
 
         return load
 
     def run_group_up(self, chunk: Steps, steps: range, h: Any) -> tuple[list[Any], list[Any], Any]:
         """The states before each step of a group, what the way down needs of it, and the last.
 
-        That is dt, dt · x, the decays, B and C or ``None``, and h · C where there is a gate.
+        That is dt, dt · x, the decays, B and C or ``None``, and h · C where it is needed.
         """
         before, held = [], []
         holds_weights = self.tile.states <= 4  # in registers; more would spill
@@ -425,7 +430,7 @@ class ChunkGradients:
             before.append(h)
             B, C = weights
             h = advance(decay, dtx, B, states_before(self.scan, self.refs, keep, h))
-            y = [] if self.refs.z is None else [dot(row, C) for row in h]
+            y = [dot(row, C) for row in h] if self.needs_y else []
             held.append((dt, dtx, decay, weights if holds_weights else None, y))
         return before, held, h
 
@@ -462,10 +467,13 @@ class ChunkGradients:
     def write_round(
         self, chunk: Steps, round: int, own: tuple[Any, ...], ys: Any, into: Any, ddecay: Any
     ) -> jax.Array:
-        """Writes dz, dx and ddt of a round, and returns ddt."""
-        x, dt, inside, dy, dsilu = own
+        """Writes dz, perhaps the output, dx and ddt of a round, and returns ddt."""
+        x, dt, inside, dy, dsilu, silu = own
+        y = chunk.over_states(ys) + self.D * x if self.needs_y else None
         if self.refs.z is not None:
-            chunk.write(self.refs.dz, round, dsilu * (chunk.over_states(ys) + self.D * x))
+            chunk.write(self.refs.dz, round, dsilu * y)
+        if self.refs.out is not None:
+            chunk.write(self.refs.out, round, silu * y)
         into_own, ddecay_own = chunk.over_states(into), chunk.over_states(ddecay)
         chunk.write(self.refs.dx, round, dt * into_own + self.D * dy)
         ddt = ddecay_own * (1 / LOG2E) + x * into_own

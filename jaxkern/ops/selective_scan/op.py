@@ -68,6 +68,8 @@ from jaxkern.core.dispatch import Implementation, final_state_op, public_op, res
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
 from jaxkern.ops import scan_step, segments
+from jaxkern.ops.linear import linear
+from jaxkern.ops.linear.products import check_operands
 from jaxkern.ops.scan_options import (
     StepSizes,
     check_checkpoint_every,
@@ -82,6 +84,7 @@ from jaxkern.ops.selective_scan.forward import launch_device_carry, launch_fwd
 from jaxkern.ops.selective_scan.reference import (
     CHUNK,
     DEFAULT_CHECKPOINT_EVERY,
+    RECOMPUTED_EVERY,
     SelectiveScanOptions,
     by_group,
     decay_of,
@@ -92,7 +95,7 @@ from jaxkern.ops.selective_scan.reference import (
     reference_step,
     selective_scan_reference,
 )
-from jaxkern.ops.selective_scan.tiles import MAX_STATES
+from jaxkern.ops.selective_scan.tiles import MAX_STATES, apart
 
 
 @final_state_op
@@ -112,6 +115,7 @@ def selective_scan(
     return_final_state: bool = False,
     segment_ids: jax.Array | None = None,
     num_segments: int | None = None,
+    out_weight: jax.Array | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     sequence_axis: str | tuple[str, ...] | None = None,
     implementation: Implementation | None = None,
@@ -167,9 +171,14 @@ def selective_scan(
       num_segments: S, for segments that each have an initial and a final state: of the segment with
         id s, s from 0 to S - 1, they are ``[:, s]``. A segment with another id (padding, say)
         begins from zeros, and so does one whose id comes back after another.
+      out_weight: (D, M), of the linear layer that follows, which is then a part of the call: it
+        returns ``linear(out, out_weight)``, (B, L, M), and `out` is not kept for that layer's
+        gradient, as the backward's kernel gives it again. ``None`` for no such layer.
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
-        multiple of 8, or ``None`` for none at all, where the backward runs the forward again. With
-        more than 8 the backward runs the steps in between once more, and needs less memory.
+        multiple of 8, or ``None`` for none at all, where the backward runs the forward again. The
+        backward runs the steps in between once more, with their states in shared memory: 8 is the
+        fastest, 64 the most, and what has no room there (float32 or more than 16 states, say) is
+        saved at half the distance, or less.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain
@@ -218,6 +227,8 @@ def selective_scan(
     """
     args = _check(("B", "L"), x, dt, A, B, C, D, z, dt_bias)
     x, A = args[0], args[2]
+    if out_weight is not None:
+        _, out_weight = check_operands(x, out_weight, "out_weight")
     over = check_sequence_axis(sequence_axis)
     count = segments.check_num_segments(num_segments, segment_ids, over)
     initial_state = segments.check_states(initial_state, x.shape[0], count, A.shape, _STATE_SHAPE)
@@ -230,17 +241,23 @@ def selective_scan(
         crossed = None if count is None else segments.crossings(ids, count)
     every = check_checkpoint_every(checkpoint_every, CHUNK, one=True)
     sizes = StepSizes.checked(dt_softplus, dt_limit)
-    mode = resolve(implementation, _unsupported((*args, initial_state)), op="selective_scan")
+    unsupported = _unsupported((*args, initial_state))
+    mode = resolve(implementation, unsupported, op="selective_scan")
+    if every is not None and unsupported is None:
+        every = apart(min(every, RECOMPUTED_EVERY), A.shape[-1], x, args[1], args[6])
     options = SelectiveScanOptions(
         sizes, return_final_state, every, mode, count, sequence_axis=over
     )
     grouped = (*by_group((*args, initial_state)), keep, crossed)
-    if mode != "xla":
+    if mode != "xla" and out_weight is not None:
+        out, final = _projected_jit(*grouped, out_weight, options)
+    elif mode != "xla":
         out, final = _jitted(*grouped, options)
+        out = join_groups(out, 2)
     else:
         out, final = named("selective_scan", PLAIN(options, *grouped))
-        out = match_sharding(out, grouped[0])
-    out = join_groups(out, 2)
+        out = join_groups(match_sharding(out, grouped[0]), 2)
+        out = out if out_weight is None else linear(out, out_weight, implementation="xla")
     if not options.final:
         return out
     return out, join_groups(on_all(sequence_axis, final), final.ndim - 3)
@@ -307,7 +324,11 @@ def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, cros
 
 def _selective_scan_bwd(options, res, cotangents):
     args, states = res
-    grads = BACKWARD(options, *args, states, *cotangents)
+    *grads, _ = BACKWARD(options, *args, states, *cotangents)
+    return _matched(grads, args)
+
+
+def _matched(grads: Any, args: Any) -> tuple[Any, ...]:
     return tuple(
         None if grad is None else match_primal(grad, arg).astype(arg.dtype)
         for grad, arg in zip(grads, args, strict=True)
@@ -315,6 +336,35 @@ def _selective_scan_bwd(options, res, cotangents):
 
 
 _jitted = Differentiable(_selective_scan_fwd, _selective_scan_bwd, _selective_scan)
+
+
+# The scan and the product after it: the backward has the output of the scan from its kernel
+
+
+def _projected(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, weight, options):
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+    out, final = _selective_scan(*args, options)
+    return linear(join_groups(out, 2), weight), final
+
+
+def _projected_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, weight, options):
+    args = x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed
+    (out, final), res = _selective_scan_fwd(*args, options)
+    return (linear(join_groups(out, 2), weight), final), (*res, weight)
+
+
+def _projected_bwd(options, res, cotangents):
+    args, states, weight = res
+    dproduct, dfinal = cotangents
+    of_out = jax.vjp(lambda out: linear(out, weight), join_groups(jnp.zeros_like(args[0]), 2))[1]
+    dout = of_out(dproduct)[0].reshape(args[0].shape)
+    with_output = dataclasses.replace(options, output=True)
+    *grads, out = BACKWARD(with_output, *args, states, dout, dfinal)
+    out = join_groups(match_sharding(out, args[0]), 2)
+    return *_matched(grads, args), jax.vjp(lambda w: linear(out, w), weight)[1](dproduct)[0]
+
+
+_projected_jit = Differentiable(_projected_fwd, _projected_bwd, _projected)
 
 _STATES = "b l g p n"
 
@@ -400,14 +450,15 @@ def _split_backward(run: Any, axes: Any, options: SelectiveScanOptions, *args: A
         before = _states_before(run, axes, sections, options, *given)
     elif initial_state is not None:
         before = states[:, 0]
-    *grads, dinitial, _, _ = run(options, *given[:8], before, keep, crossed, states, dout, dfinal)
+    args = *given[:8], before, keep, crossed
+    *grads, dinitial, _, _, out = run(options, *args, states, dout, dfinal)
     dx, ddt, dA, dB, dC, dD, dz, ddt_bias = grads
     dx, ddt, dB, dC, dz = map(sections.join, (dx, ddt, dB, dC, dz))
     if initial_state is not None:
         dinitial = only_if(is_first(axes), sections.at(dinitial, 0))
     else:
         dinitial = None
-    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
+    return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None, sections.join(out)
 
 
 _SPLIT_FORWARD, _SPLIT_BACKWARD = sequences(_split_forward, _split_backward, unless_whole_steps)
@@ -429,7 +480,7 @@ BACKWARD = KernelPass(
     kernel=launch_bwd,
     reference=reference_bwd,
     ins=lambda options: (*_arguments(options), _STATES, "b l g p", _ends(options)),
-    outs=_arguments,
+    outs=lambda options: (*_arguments(options), "b l g p"),
     whole="l n s",
     sequence=_SPLIT_BACKWARD,
 )

@@ -25,11 +25,13 @@ CHUNK = 8
 """Steps of a chunk. In the kernels, 16 would leave a multiprocessor no room for the states of a
 second block's chunk."""
 
-DEFAULT_CHECKPOINT_EVERY = CHUNK
-"""Steps from one saved state to the next, by default: the fastest."""
+DEFAULT_CHECKPOINT_EVERY = 32
+"""Steps from one saved state to the next, by default: a quarter of the states of every 8 steps, for
+some 5% of the time of both passes."""
 
 RECOMPUTED_EVERY = 64
-"""Steps between the states that a backward computes first where none were saved."""
+"""Steps between the states that a backward computes first where none were saved, and the most
+between those that are saved."""
 
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
@@ -44,6 +46,7 @@ class SelectiveScanOptions:
     mode: Mode
     num_segments: int | None = None
     save: bool = False  # states, for the backward
+    output: bool = False  # of the backward, too: what the forward gave
     sequence_axis: Axes = ()  # over which a caller's shard_map splits L
 
 
@@ -147,7 +150,7 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
 
 
 def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
-    """The gradients; sums over channels, batch rows or time are left in fp32."""
+    """The gradients, sums over channels, batch rows or time in fp32, and perhaps the output."""
     *given, states, dout, dfinal = args
     x, dt, A, B, C, *others = given
     *_, initial_state, _, crossed = given
@@ -165,6 +168,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     length = x.shape[1]
     if length == 0:
         dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
+        out = dout if options.output else None
     else:
         blocks = _blocks(options, length)
 
@@ -177,9 +181,10 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
                 return _run_block(options, before, tokens, masks, params)
 
             before = _ScanCarry(before, _no_ends(options, before))
-            _, vjp = jax.vjp(run, before, tokens, params)
+            (_, out), vjp = jax.vjp(run, before, tokens, params)
             dstates, dtokens, more = vjp((dstates, dout))
-            return (dstates, jax.tree.map(jnp.add, dparams, more)), dtokens
+            given = dtokens, out if options.output else None
+            return (dstates, jax.tree.map(jnp.add, dparams, more)), given
 
         masks = masks._replace(valid=_valid(blocks))
         tokens, masks, dout = jax.tree.map(blocks.cut, (tokens, masks, dout))
@@ -187,16 +192,16 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
         dparams = jax.tree.map(jnp.zeros_like, params)
         dh = jnp.where(True, dh, states[0])
         init = _ScanCarry(dh, dends), dparams
-        ((dh, _), dparams), dtokens = lax.scan(
+        ((dh, _), dparams), given = lax.scan(
             body, init, (tokens, masks, states, dout), reverse=True
         )
-        dtokens = jax.tree.map(blocks.join, dtokens)
+        dtokens, out = jax.tree.map(blocks.join, given)
     dx, ddt, dB, dC, dz = dtokens
     dA, dD, ddt_bias, dstarts = dparams
     dinitial = None if initial_state is None else _states_last(dh)
     if dinitial is not None and seen is not None:
         dinitial = seen.initial(_states_last(dstarts[:, :-1]), dfinal)
-    return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None, None
+    return dx, ddt, _states_last(dA), dB, dC, dD, dz, ddt_bias, dinitial, None, None, out
 
 
 def reference_carry(options: SelectiveScanOptions, x, dt, A, B, dt_bias, keep) -> tuple[Any, Any]:

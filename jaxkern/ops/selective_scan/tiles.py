@@ -13,7 +13,7 @@ for a part of it where columns are too few to fill the GPU, or do not fill it ev
 """
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +212,28 @@ def half(tile: ScanTile) -> ScanTile | None:
 def backward_tile(states: int) -> ScanTile:
     """Picks at most 8 states a lane up to 64: registers hold each before every step of a chunk."""
     return _tile(states, (16, 32, 64), summed=True)
+
+
+_ROOM = 96 << 10
+"""Bytes of shared memory of a backward's block: two fit an H100's multiprocessor, one any GPU's."""
+
+
+def apart(every: int, states: int, *tokens: Any) -> int:
+    """Returns `every`, the steps between saved states, or fewer for which a block has room.
+
+    A block keeps the state before each group of the steps in between, beside two stages of a chunk
+    of `tokens`, arrays or ``None``, and of the gradient of the first.
+    """
+    tile = backward_tile(states)
+    widths = [v.dtype.itemsize for v in (*tokens, tokens[0]) if v is not None]
+    copies = 1 << len(tile.state_swaps)
+    ring = 2 * CHUNK * (tile.width * sum(widths) + 4 * 2 * copies * tile.all_states)
+    sums = tile.sums if tile.sums <= 8 else tile.sums // 2
+    own = CHUNK * (tile.row(1) + tile.row(2) + LANES * sums)
+    group = CHANNELS * tile.states * LANES
+    while every > CHUNK and ring + 4 * (own + every // tile.group * group) > _ROOM:
+        every = max(CHUNK, every // (2 * CHUNK) * CHUNK)
+    return every
 
 
 @dataclasses.dataclass(frozen=True)
