@@ -565,3 +565,19 @@ def test_block_by_the_kernels_is_the_papers(kind, library):
     want = np.stack([kind.float64(as_weights(weights), sizes, row) for row in x])
     errors = [check.relative_error(y, want) for y in (tokens, whole)]
     assert errors[0] <= 2 * errors[1] + 2 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
+def test_a_token_of_a_block_is_not_cut_up(kind):
+    """Its kernels read the rows that products and convolution give; one slice is of XLA's to fuse.
+
+    It is the gate of mamba2's norm, or what mamba multiplies by dt_proj.
+    """
+    sizes = kind.block.sizes(64, d_state=64)
+    zeros = {name: jnp.zeros(s, BF16) for name, (_, s) in kind.block.initializers(sizes).items()}
+    weights, cache = kind.block.weights_from(zeros), kind.block.init_cache(sizes, 2, BF16)
+    step = lambda *args: kind.block.step(args[0], sizes, *args[1:])
+    text = check.lowered(step, weights, jnp.zeros((2, 64), BF16), cache)
+    named = "\n".join(check.kernel_calls(text))
+    assert all(name in named for name in ("causal_conv1d_step", "scan_step"))
+    assert len(re.findall(r"stablehlo\.(?:dynamic_)?slice", text)) == 1

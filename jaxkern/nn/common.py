@@ -388,9 +388,9 @@ def convolved(
 
 
 def convolved_step(
-    weights: Any, cache: Any, u: jax.Array, layer: Any, implementation: Any
+    weights: Any, cache: Any, u: Any, layer: Any, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of a token's channels `u`, and the cache's `conv` after it."""
+    """The convolution of a token's channels, the columns `u`, and the cache's `conv` after it."""
     return jaxkern.causal_conv1d_step(
         cache.conv,
         u,
