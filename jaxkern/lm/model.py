@@ -83,10 +83,8 @@ POLICIES = {
 }
 """The results that a layer keeps for the backward."""
 
-_TOGETHER = 8
-"""Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
-With 4 and 8 a token of mamba2-130m in bf16 takes an H100 0.818 and 0.812 ms, or for 64 sequences
-1.83 and 1.60 (JAX 0.11.2)."""
+_SMALL = 1 << 18
+"""Bytes of a layer's array up to which decoding has a copy of each layer's."""
 
 
 class MambaLM(nnx.Module):
@@ -177,7 +175,7 @@ class MambaLM(nnx.Module):
             "sequence_axis": self.split.axis("sequence"),
         }
         mix = lambda block, x, *_: (block(x, **options), None)
-        how: Any = {"unroll": 1 if self.options.scan_layers else True, "remat": self.options.remat}
+        how: Any = {"unroll": not self.options.scan_layers, "remat": self.options.remat}
         return self._last_norm(*self._run(mix, tokens, dropout_key=dropout_key, **how)[0])
 
     @property
@@ -246,9 +244,45 @@ class MambaLM(nnx.Module):
 
         They are NaN beyond the tokens that the state of a model with attention is made for.
         """
-        mix = lambda block, x, state, number: block.step(x, state, layer=number)
-        stream, state = self._run(mix, tokens, state, unroll=_TOGETHER)
-        return self._logits(self._last_norm(*stream)), state
+        return self.stepper()(tokens, state)
+
+    def stepper(self) -> Callable[[jax.Array, Any], tuple[jax.Array, Any]]:
+        """Makes :meth:`step` for a loop over tokens: what these have in common is computed once.
+
+        A token takes as long as it launches kernels, so there is no loop over the layers, and a
+        layer's small arrays are taken out of the stacks before. XLA hands slices of large ones to
+        the products that read them, without a copy.
+        """
+        stacks = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
+        stacked = {kind: nnx.to_pure_dict(params) for kind, (_, params) in stacks.items()}
+        of_layer = lambda name, leaf, number: self._gathered({name: leaf[number]})[name]
+
+        def prepared(kind: str, number: int) -> tuple[str, int, Any, Any]:
+            params = {name: of_layer(name, leaf, number) for name, leaf in stacked[kind].items()}
+            block: Any = nnx.merge(stacks[kind][0], params)
+            if kind not in layers.OTHERS:
+                block.prepare()
+            graphdef, params = nnx.split(block)
+            return kind, number, graphdef, nnx.to_pure_dict(params)
+
+        kinds = self.config.kinds
+        each = [prepared(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+
+        def step(tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+            x, out = self._embed(tokens)
+            for kind, number, graphdef, params in each:
+                large = {
+                    name: of_layer(name, leaf, number)
+                    for name, leaf in stacked[kind].items()
+                    if leaf.nbytes > _SMALL * len(leaf)
+                }
+                block: Any = nnx.merge(graphdef, params | large)
+                normalised, x = self._add_and_normalise(x, out, block.norm)
+                out, after = block.step(normalised, state[kind], layer=number)
+                state = state | {kind: after}
+            return self._logits(self._last_norm(x, out)), state
+
+        return step
 
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
         """The state before the first token, of each kind all layers' stacked.
@@ -274,20 +308,20 @@ class MambaLM(nnx.Module):
         tokens: jax.Array,
         state: Any = None,
         *,
-        unroll: int | bool = 1,
+        unroll: bool = False,
         remat: Remat = "none",
         dropout_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         """Runs the layers on tokens (...): the stream, what the last layer adds to it, the state.
 
         `mix` runs a layer: it takes its block, its input, the state of all layers of its kind and
-        its number among them, and gives the block's output and the state. `unroll` is how many
-        layers the body of a loop has, ``True`` for all, and no loop.
+        its number among them, and gives the block's output and the state. `unroll` is whether
+        they follow one another, and there is no loop.
         """
         pattern = self.config.pattern
         repeats = self.config.n_layers // len(pattern)
         split = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
-        loop = unroll is not True
+        loop = not unroll
 
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
             def mixed(params, x, state, number):
@@ -335,7 +369,6 @@ class MambaLM(nnx.Module):
             if (count := pattern.count(kind)) > 1:
                 apart = lambda leaf, count=count: leaf.reshape(repeats, count, *leaf.shape[1:])
                 given[kind] = jax.tree.map(apart, given[kind])
-        unroll = unroll if unroll is True else max(1, unroll // len(pattern))
         return jax.lax.scan(
             layers_of_pattern, carried, (given, jnp.arange(repeats)), unroll=unroll
         )[0]

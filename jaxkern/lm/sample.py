@@ -394,13 +394,13 @@ def _prefill(graphdef, params, tokens, mask, state, room):
 @jax.default_matmul_precision("highest")
 def _decode(graphdef, params, logits, state, keys, start, **options):
     """The _CHUNK tokens, (B, _CHUNK), after the first `start`; -1 where logits are not numbers."""
-    model = nnx.merge(graphdef, params)
+    step = nnx.merge(graphdef, params).stepper()
 
     def one(carry, position):
         logits, state = carry
         key = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         token = _draw(logits, key, **options)
-        return model.step(token, state), token
+        return step(token, state), token
 
     positions = start + jnp.arange(_CHUNK)
     (logits, state), chunk = jax.lax.scan(one, (logits, state), positions)

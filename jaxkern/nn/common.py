@@ -401,6 +401,13 @@ def convolved_step(
     )
 
 
+def prepared(weights: Any, dtype: Any) -> Any:
+    """The weights with what each step would compute of them alone."""
+    weight, bias = conv_filter(weights, dtype)
+    rates = {"A": decay_rates(weights)} if hasattr(weights, "A") else {}
+    return weights._replace(conv_weight=weight, conv_bias=bias, **rates)
+
+
 def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
     """The cache `after` in the dtypes of the one that was given, so that a loop can carry it."""
     if before is None:
@@ -410,4 +417,6 @@ def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
 
 def decay_rates(weights: Any) -> jax.Array:
     """A of the scan, in float32 at least: exp would lose digits in a narrow dtype."""
+    if getattr(weights, "A", None) is not None:
+        return weights.A
     return -jnp.exp(weights.A_log.astype(wide(weights.A_log.dtype)))

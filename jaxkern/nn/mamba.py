@@ -46,6 +46,7 @@ class Weights(NamedTuple):
     out_proj: jax.Array  # (E, D)
     in_bias: jax.Array | None = None  # (2 E,)
     out_bias: jax.Array | None = None  # (D,)
+    A: jax.Array | None = None  # (E, N), −exp(A_log) where it is already computed
 
 
 class Cache(NamedTuple):

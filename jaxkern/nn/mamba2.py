@@ -47,6 +47,7 @@ class Weights(NamedTuple):
     out_proj: jax.Array  # (E, D)
     in_bias: jax.Array | None = None  # (2 E + 2 G N + H,)
     out_bias: jax.Array | None = None  # (D,)
+    A: jax.Array | None = None  # (H,), −exp(A_log) where it is already computed
 
 
 class Cache(NamedTuple):
