@@ -83,8 +83,8 @@ POLICIES = {
 }
 """The results that a layer keeps for the backward."""
 
-_SMALL = 1 << 18
-"""Bytes of a layer's array up to which decoding has a copy of each layer's."""
+_SMALL = 1 << 19
+"""Bytes of a layer's parameter up to which decoding has a copy of it."""
 
 
 class MambaLM(nnx.Module):
@@ -239,50 +239,48 @@ class MambaLM(nnx.Module):
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
-    def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def step(self, tokens: jax.Array, state: Any, small: Any = None) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state.
 
-        They are NaN beyond the tokens that the state of a model with attention is made for.
+        They are NaN beyond the tokens that the state of a model with attention is made for. A loop
+        over tokens hands on the :meth:`small_params` of each layer, which it has from before.
+
+        A token takes as long as it launches kernels, so there is no loop over the layers. XLA hands
+        slices of the stacked matrices to the products that read them, without a copy.
         """
-        return self.stepper()(tokens, state)
+        x, out = self._embed(tokens)
+        small = [self.small_params(*of) for of in self.each_layer] if small is None else small
+        for (kind, number), own in zip(self.each_layer, small, strict=True):
+            block = self._block(kind, number, own)
+            normalised, x = self._add_and_normalise(x, out, block.norm)
+            out, after = block.step(normalised, state[kind], layer=number)
+            state = state | {kind: after}
+        return self._logits(self._last_norm(x, out)), state
 
-    def stepper(self) -> Callable[[jax.Array, Any], tuple[jax.Array, Any]]:
-        """Makes :meth:`step` for a loop over tokens: what these have in common is computed once.
+    def small_params(self, kind: str, number: Any) -> dict[str, jax.Array]:
+        """A layer's small parameters by name, and what its steps would compute of them alone."""
+        block = self._block(kind, number, {})
+        if kind not in layers.OTHERS:
+            block.prepare()
+        params = nnx.to_pure_dict(nnx.state(block))
+        return {name: leaf for name, leaf in params.items() if leaf.nbytes <= _SMALL}
 
-        A token takes as long as it launches kernels, so there is no loop over the layers, and a
-        layer's small arrays are taken out of the stacks before. XLA hands slices of large ones to
-        the products that read them, without a copy.
-        """
-        stacks = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
-        stacked = {kind: nnx.to_pure_dict(params) for kind, (_, params) in stacks.items()}
-        of_layer = lambda name, leaf, number: self._gathered({name: leaf[number]})[name]
-
-        def prepared(kind: str, number: int) -> tuple[str, int, Any, Any]:
-            params = {name: of_layer(name, leaf, number) for name, leaf in stacked[kind].items()}
-            block: Any = nnx.merge(stacks[kind][0], params)
-            if kind not in layers.OTHERS:
-                block.prepare()
-            graphdef, params = nnx.split(block)
-            return kind, number, graphdef, nnx.to_pure_dict(params)
-
+    @property
+    def each_layer(self) -> list[tuple[str, int]]:
+        """The kind of each layer, and its number among those of its kind."""
         kinds = self.config.kinds
-        each = [prepared(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+        return [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
 
-        def step(tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-            x, out = self._embed(tokens)
-            for kind, number, graphdef, params in each:
-                large = {
-                    name: of_layer(name, leaf, number)
-                    for name, leaf in stacked[kind].items()
-                    if leaf.nbytes > _SMALL * len(leaf)
-                }
-                block: Any = nnx.merge(graphdef, params | large)
-                normalised, x = self._add_and_normalise(x, out, block.norm)
-                out, after = block.step(normalised, state[kind], layer=number)
-                state = state | {kind: after}
-            return self._logits(self._last_norm(x, out)), state
-
-        return step
+    def _block(self, kind: str, number: Any, own: dict[str, jax.Array]) -> Any:
+        """Makes a layer of parameters of its `own`, and of slices of the stacks for the others."""
+        graphdef, stacked = nnx.split(self.stacks[kind])
+        stacked = nnx.to_pure_dict(stacked)
+        take = lambda name: self._gathered({name: stacked[name][number]})[name]
+        params = {name: own[name] if name in own else take(name) for name in stacked}
+        block: Any = nnx.merge(graphdef, params)
+        for name in own.keys() - stacked.keys():
+            setattr(block, name, nnx.Param(own[name]))
+        return block
 
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
         """The state before the first token, of each kind all layers' stacked.

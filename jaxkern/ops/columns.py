@@ -41,7 +41,7 @@ class Columns:
         """Makes an array the columns of a row that has no others."""
         if isinstance(array, Columns):
             return array
-        return cls(array.reshape(array.shape[0], -1), 0, array.shape[1:])
+        return cls(array.reshape(len(array), math.prod(array.shape[1:])), 0, array.shape[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
