@@ -14,15 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jaxkern.lm
 from jaxkern.lm import cli, sample
-from jaxkern.lm.config import RunError
-from jaxkern.lm.model import Options
+from jaxkern.lm import model as lm_model
+from jaxkern.lm.config import ModelConfig, RunError
+from jaxkern.lm.model import Options, initial_params
 from jaxkern.lm.step import make_model
 from jaxkern.lm.tokenizer import Bytes, Tokenizer
 from jaxkern.precision import Policy
+from tests import check
 from tests.language_models import (
     HYBRID,
     MICRO,
@@ -62,6 +65,7 @@ def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     """After prompts of unequal lengths, in two chunks; attention has room for all of them."""
     monkeypatch.setattr(sample, "_LEAST", 16)
     if shape.hybrid:
+        monkeypatch.setattr(lm_model, "_SMALL", 512)  # matrices are sliced in the loop
         shape = dataclasses.replace(shape, layers=f"{shape.kinds[0]}, attention", n_layers=2)
     model = sample.LanguageModel(shape, random_params(shape), codec=None)  # of any tokens
     found = model.generate(PROMPTS, length=21, temperature=0)
@@ -79,6 +83,30 @@ def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     for known in (True, True, False):
         logits, state = step(model.params, state)
         assert np.isfinite(logits).all() == known
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_a_loop_over_tokens_leaves_parameters_to_products(kind, monkeypatch):
+    """In it are no slices of small parameters, and nothing is computed of them alone."""
+    monkeypatch.setattr(lm_model, "_SMALL", 40_000)  # of which out_proj has less
+    config = ModelConfig(64, 3, kind, vocab_size=256, d_state=64)
+    params = jax.eval_shape(lambda: initial_params(config))
+    graphdef = make_model(config, Options(Policy.parse("bf16")))
+    before = jax.eval_shape(lambda params: nnx.merge(graphdef, params).init_state(1), params)
+
+    def decode(params, tokens, state):
+        model = nnx.merge(graphdef, params)
+        small = [model.small_params(*of) for of in model.each_layer]
+        return jax.lax.scan(
+            lambda state, token: model.step(token, state, small)[::-1], state, tokens
+        )
+
+    tokens = jax.ShapeDtypeStruct((5, 1), jnp.int32)
+    text = check.lowered(decode, params, tokens, before).partition("stablehlo.while")[2]
+    text = text.partition("func.func")[0]
+    sliced = 3 if kind == "mamba" else 2  # in_proj; x_proj and what dt_proj multiplies, or a gate
+    assert text.count("stablehlo.slice") == config.n_layers * sliced
+    assert not re.search("stablehlo.(exponential|negate)", text)
 
 
 def test_prompts_of_unequal_lengths_are_continued_as_each_is_alone(parts):

@@ -283,7 +283,8 @@ def test_block_of_one_sequence_in_equinox(kind):
 def test_layers_have_the_parameters_and_options_of_the_block(kind):
     """Compares names, shapes and defaults, and how many there are by default."""
     inits = kind.block.initializers(kind.block.sizes(32), n_layers=4)
-    every, of_products = {*kind.block.weights._fields} - kind.without, {"in_bias", "out_bias"}
+    every = {*kind.block.weights._fields} - kind.without - {"A"}  # which follows from A_log
+    of_products = {"in_bias", "out_bias"}
     of_conv = set() if kind.block.sizes(32).use_conv_bias else {"conv_bias"}
     assert inits.keys() == every - of_products - of_conv
     for bias, absent in (True, set()), (False, {"conv_bias"}):
@@ -565,3 +566,19 @@ def test_block_by_the_kernels_is_the_papers(kind, library):
     want = np.stack([kind.float64(as_weights(weights), sizes, row) for row in x])
     errors = [check.relative_error(y, want) for y in (tokens, whole)]
     assert errors[0] <= 2 * errors[1] + 2 * float(jnp.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("kind", [MAMBA, MAMBA2], ids=["mamba", "mamba2"])
+def test_a_token_of_a_block_is_not_cut_up(kind):
+    """Its kernels read the rows that products and convolution give; one slice is of XLA's to fuse.
+
+    It is the gate of mamba2's norm, or what mamba multiplies by dt_proj.
+    """
+    sizes = kind.block.sizes(64, d_state=64)
+    zeros = {name: jnp.zeros(s, BF16) for name, (_, s) in kind.block.initializers(sizes).items()}
+    weights, cache = kind.block.weights_from(zeros), kind.block.init_cache(sizes, 2, BF16)
+    step = lambda *args: kind.block.step(args[0], sizes, *args[1:])
+    text = check.lowered(step, weights, jnp.zeros((2, 64), BF16), cache)
+    named = "\n".join(check.kernel_calls(text))
+    assert all(name in named for name in ("causal_conv1d_step", "scan_step"))
+    assert len(re.findall(r"stablehlo\.(?:dynamic_)?slice", text)) == 1

@@ -1,6 +1,7 @@
 """What ssd and selective_scan have in common, and one token of both by a kernel in place."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.test_util import check_grads
 
 import jaxkern
 from jaxkern.ops import scan_step
+from jaxkern.ops.columns import Columns
 from tests import check, selective_scan, ssd
 from tests.ssd import INF, NAMES, cotangents
 from tests.test_selective_scan import SELECTIVE_SCAN
@@ -363,7 +365,86 @@ def test_the_state_is_aliased():
     arrays = inputs(ssd, 2, 4, 64, 128, layers=3)
     run = lambda arrays: ssd.STEP(**arrays, layer=1, implementation="mosaic")
     (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
-    assert call.count("output_operand_alias<") == 2  # the state, and x that becomes the output
+    assert call.count("output_operand_alias<") == 1
+
+
+# A token's arrays as columns of rows
+
+
+def of_columns(name, first):
+    """A step, its arrays but those of a token, and a row that has these from column `first` on."""
+    if name == "causal_conv1d":
+        state, x, weight, bias = (
+            jax.random.normal(jax.random.key(i), s)
+            for i, s in enumerate([(2, 3, 256), (2, 256), (256, 4), (256,)])
+        )
+        arrays = {"state": state, "x": x, "weight": weight, "bias": bias}
+        op, options = jaxkern.causal_conv1d_step, {"activation": "silu"}
+    else:
+        of, size, groups = {
+            "ssd": (ssd, (2, 4, 16, 32), 1),
+            "groups of ssd": (ssd, (2, 4, 16, 32), 2),
+            "selective_scan": (selective_scan, (2, 128, 16), 1),
+        }[name]
+        arrays, op, options = inputs(of, *size, groups=groups), of.STEP, {"dt_softplus": True}
+    named = {n: arrays.pop(n) for n in ("z", "dt", "x", "B", "C") if n in arrays}
+    groups = lambda n, a: (a.shape[0], 1, a.shape[1]) if n in "BC" and a.ndim == 2 else a.shape
+    named = {n: a.reshape(groups(n, a)) for n, a in named.items()}
+    parts = [jnp.ones((2, first)), *(a.reshape(2, -1) for a in named.values()), jnp.ones((2, 1))]
+    starts = np.cumsum([part.shape[1] for part in parts])
+
+    def run(arrays, row, implementation=None, copied=False):
+        token = {
+            n: Columns(row, int(start), a.shape[1:])
+            for (n, a), start in zip(named.items(), starts, strict=False)
+        }
+        token = {n: c.copied() for n, c in token.items()} if copied else token
+        with check.running(implementation):
+            return op(**arrays, **token, **options, implementation=implementation)
+
+    return run, arrays, jnp.concatenate(parts, axis=1)
+
+
+STEPS = "ssd", "groups of ssd", "selective_scan", "causal_conv1d"
+
+
+@check.BOTH
+@pytest.mark.parametrize("first", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_columns_is_that_of_their_copies(name, first, implementation):
+    """To the bit, with ``vmap`` and in its gradients, wherever the columns begin."""
+    run, arrays, row = of_columns(name, first)
+    row = jnp.pad(row, ((0, 0), (0, -row.shape[1] % 8))) if first == 8 else row
+
+    def loss(row, copied):
+        out, state = run(arrays, row, implementation, copied)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
+
+    rows = jnp.stack([row, row / 2])
+    of = lambda copied: (
+        jax.jit(functools.partial(run, implementation=implementation, copied=copied))(arrays, row),
+        jax.jit(jax.vmap(lambda row: run(arrays, row, implementation, copied)))(rows),
+    )
+    jax.tree.map(np.testing.assert_array_equal, of(False), of(True))
+    got, want = (jax.jit(jax.grad(functools.partial(loss, copied=c)))(row) for c in (False, True))
+    check.assert_close(got, want, 1e-6)
+
+
+@check.FOUR_DEVICES
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_of_columns_on_a_mesh(name, kind):
+    """Each device takes its own out of a whole row, and no state is gathered."""
+    mesh = check.mesh_of(kind, 2, 2, names=("data", "x"))
+    run, arrays, row = of_columns(name, 3)
+    by_channel = NamedSharding(mesh, P("x"))
+    place = lambda n, a: jax.device_put(a, states if n == "state" else by_channel)
+    states = NamedSharding(mesh, P("data", None, "x") if "conv" in name else P("data", "x"))
+    placed = {n: place(n, a) for n, a in arrays.items()}
+    split_row = jax.device_put(row, NamedSharding(mesh, P("data")))
+    compiled = jax.jit(run).lower(placed, split_row).compile()
+    assert not re.search("all-gather|all-reduce|all-to-all|permute", compiled.as_text())
+    check.assert_close(compiled(placed, split_row), jax.jit(run)(arrays, row), 1e-6)
 
 
 def test_step_errors():

@@ -83,10 +83,8 @@ POLICIES = {
 }
 """The results that a layer keeps for the backward."""
 
-_TOGETHER = 8
-"""Layers of a decoded token in the body of the loop, of which XLA fuses neighbours' small kernels.
-With 4 and 8 a token of mamba2-130m in bf16 takes an H100 0.818 and 0.812 ms, or for 64 sequences
-1.83 and 1.60 (JAX 0.11.2)."""
+_SMALL = 1 << 19
+"""Bytes of a layer's parameter up to which decoding has a copy of it."""
 
 
 class MambaLM(nnx.Module):
@@ -177,7 +175,7 @@ class MambaLM(nnx.Module):
             "sequence_axis": self.split.axis("sequence"),
         }
         mix = lambda block, x, *_: (block(x, **options), None)
-        how: Any = {"unroll": 1 if self.options.scan_layers else True, "remat": self.options.remat}
+        how: Any = {"unroll": not self.options.scan_layers, "remat": self.options.remat}
         return self._last_norm(*self._run(mix, tokens, dropout_key=dropout_key, **how)[0])
 
     @property
@@ -241,14 +239,48 @@ class MambaLM(nnx.Module):
             after = jax.tree.map(lambda leaf: jnp.where(read(leaf), leaf, 0), after)
         return self._logits(self._last_norm(*(leaf[:, -1] for leaf in stream))), after
 
-    def step(self, tokens: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    def step(self, tokens: jax.Array, state: Any, small: Any = None) -> tuple[jax.Array, Any]:
         """One token per row: tokens (B,) -> logits (B, vocab_size), next state.
 
-        They are NaN beyond the tokens that the state of a model with attention is made for.
+        They are NaN beyond the tokens that the state of a model with attention is made for. A loop
+        over tokens hands on the :meth:`small_params` of each layer, which it has from before.
+
+        A token takes as long as it launches kernels, so there is no loop over the layers. XLA hands
+        slices of the stacked matrices to the products that read them, without a copy.
         """
-        mix = lambda block, x, state, number: block.step(x, state, layer=number)
-        stream, state = self._run(mix, tokens, state, unroll=_TOGETHER)
-        return self._logits(self._last_norm(*stream)), state
+        x, out = self._embed(tokens)
+        small = [self.small_params(*of) for of in self.each_layer] if small is None else small
+        for (kind, number), own in zip(self.each_layer, small, strict=True):
+            block = self._block(kind, number, own)
+            normalised, x = self._add_and_normalise(x, out, block.norm)
+            out, after = block.step(normalised, state[kind], layer=number)
+            state = state | {kind: after}
+        return self._logits(self._last_norm(x, out)), state
+
+    def small_params(self, kind: str, number: Any) -> dict[str, jax.Array]:
+        """A layer's small parameters by name, and what its steps would compute of them alone."""
+        block = self._block(kind, number, {})
+        if kind not in layers.OTHERS:
+            block.prepare()
+        params = nnx.to_pure_dict(nnx.state(block))
+        return {name: leaf for name, leaf in params.items() if leaf.nbytes <= _SMALL}
+
+    @property
+    def each_layer(self) -> list[tuple[str, int]]:
+        """The kind of each layer, and its number among those of its kind."""
+        kinds = self.config.kinds
+        return [(kind, kinds[:i].count(kind)) for i, kind in enumerate(kinds)]
+
+    def _block(self, kind: str, number: Any, own: dict[str, jax.Array]) -> Any:
+        """Makes a layer of parameters of its `own`, and of slices of the stacks for the others."""
+        graphdef, stacked = nnx.split(self.stacks[kind])
+        stacked = nnx.to_pure_dict(stacked)
+        take = lambda name: self._gathered({name: stacked[name][number]})[name]
+        params = {name: own[name] if name in own else take(name) for name in stacked}
+        block: Any = nnx.merge(graphdef, params)
+        for name in own.keys() - stacked.keys():
+            setattr(block, name, nnx.Param(own[name]))
+        return block
 
     def init_state(self, batch_size: int, length: int | None = None) -> Any:
         """The state before the first token, of each kind all layers' stacked.
@@ -274,20 +306,20 @@ class MambaLM(nnx.Module):
         tokens: jax.Array,
         state: Any = None,
         *,
-        unroll: int | bool = 1,
+        unroll: bool = False,
         remat: Remat = "none",
         dropout_key: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         """Runs the layers on tokens (...): the stream, what the last layer adds to it, the state.
 
         `mix` runs a layer: it takes its block, its input, the state of all layers of its kind and
-        its number among them, and gives the block's output and the state. `unroll` is how many
-        layers the body of a loop has, ``True`` for all, and no loop.
+        its number among them, and gives the block's output and the state. `unroll` is whether
+        they follow one another, and there is no loop.
         """
         pattern = self.config.pattern
         repeats = self.config.n_layers // len(pattern)
         split = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
-        loop = unroll is not True
+        loop = not unroll
 
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
             def mixed(params, x, state, number):
@@ -335,7 +367,6 @@ class MambaLM(nnx.Module):
             if (count := pattern.count(kind)) > 1:
                 apart = lambda leaf, count=count: leaf.reshape(repeats, count, *leaf.shape[1:])
                 given[kind] = jax.tree.map(apart, given[kind])
-        unroll = unroll if unroll is True else max(1, unroll // len(pattern))
         return jax.lax.scan(
             layers_of_pattern, carried, (given, jnp.arange(repeats)), unroll=unroll
         )[0]

@@ -333,10 +333,14 @@ def _generate(graphdef, params, ids, length, seed, options):
     keys = jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(
         jnp.arange(seed, seed + len(ids), dtype=jnp.uint32)
     )
+    each_layer = nnx.merge(graphdef, params).each_layer
+    small = [_small(graphdef, kind, params, number) for kind, number in each_layer]
     logits, state = _read(graphdef, params, ids, length)
     ahead: list[jax.Array] = []  # the device goes on while the host has the tokens
     for start in range(0, length, _CHUNK):
-        logits, state, chunk = _decode(graphdef, params, logits, state, keys, start, **options)
+        logits, state, chunk = _decode(
+            graphdef, params, small, logits, state, keys, start, **options
+        )
         ahead.append(chunk)
         if start:
             yield _numbers(ahead.pop(0))
@@ -385,6 +389,11 @@ def _prefill(graphdef, params, tokens, mask, state, room):
     return model.prefill(tokens, state, mask=mask)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _small(graphdef, kind, params, number):
+    return nnx.merge(graphdef, params).small_params(kind, number)
+
+
 @functools.partial(
     jax.jit,
     static_argnums=0,
@@ -392,7 +401,7 @@ def _prefill(graphdef, params, tokens, mask, state, room):
     donate_argnames=("logits", "state"),
 )
 @jax.default_matmul_precision("highest")
-def _decode(graphdef, params, logits, state, keys, start, **options):
+def _decode(graphdef, params, small, logits, state, keys, start, **options):
     """The _CHUNK tokens, (B, _CHUNK), after the first `start`; -1 where logits are not numbers."""
     model = nnx.merge(graphdef, params)
 
@@ -400,7 +409,7 @@ def _decode(graphdef, params, logits, state, keys, start, **options):
         logits, state = carry
         key = jax.vmap(jax.random.fold_in, (0, None))(keys, position)
         token = _draw(logits, key, **options)
-        return model.step(token, state), token
+        return model.step(token, state, small), token
 
     positions = start + jnp.arange(_CHUNK)
     (logits, state), chunk = jax.lax.scan(one, (logits, state), positions)

@@ -231,6 +231,7 @@ def load_lanes(
     offsets: LaneOffsets,
     count: int = 1,
     *,
+    aligned: int = VECTOR_BYTES,
     volatile: bool = False,
 ) -> list[jax.Array]:
     """Loads `count` neighbouring elements into each lane, from its offset on.
@@ -240,6 +241,8 @@ def load_lanes(
         aligned for the widest access that `count` and the strides allow.
       offsets: of each lane.
       count: elements of a lane.
+      aligned: a number of elements, to whose largest power of two as a divisor `ref` is aligned,
+        where it is not for that access.
       volatile: whether to read again what was read before, and compute again what follows from it.
 
     Returns:
@@ -248,7 +251,7 @@ def load_lanes(
     if interpreted():
         flat = ref[...].reshape(-1).astype(jnp.float32)
         return [flat[offsets.of_lanes() + i] for i in range(count)]
-    vec = offsets.vector(count, ref.dtype.itemsize)
+    vec = math.gcd(offsets.vector(count, ref.dtype.itemsize), aligned)
 
     @inline_mlir(REF, returns=(row_type(1),) * count)
     def load(source: Any) -> Any:

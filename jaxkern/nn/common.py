@@ -393,9 +393,9 @@ def convolved(
 
 
 def convolved_step(
-    weights: Any, cache: Any, u: jax.Array, layer: Any, implementation: Any
+    weights: Any, cache: Any, u: Any, layer: Any, implementation: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The convolution of a token's channels `u`, and the cache's `conv` after it."""
+    """The convolution of a token's channels, the columns `u`, and the cache's `conv` after it."""
     return jaxkern.causal_conv1d_step(
         cache.conv,
         u,
@@ -404,6 +404,13 @@ def convolved_step(
         layer=layer,
         implementation=implementation_of_products(implementation),
     )
+
+
+def prepared(weights: Any, dtype: Any) -> Any:
+    """The weights with what each step would compute of them alone."""
+    weight, bias = conv_filter(weights, dtype)
+    rates = {"A": decay_rates(weights)} if hasattr(weights, "A") else {}
+    return weights._replace(conv_weight=weight, conv_bias=bias, **rates)
 
 
 def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
@@ -415,4 +422,6 @@ def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
 
 def decay_rates(weights: Any) -> jax.Array:
     """A of the scan, in float32 at least: exp would lose digits in a narrow dtype."""
+    if getattr(weights, "A", None) is not None:
+        return weights.A
     return -jnp.exp(weights.A_log.astype(wide(weights.A_log.dtype)))

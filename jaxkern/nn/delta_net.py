@@ -39,6 +39,7 @@ from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.columns import Columns
 from jaxkern.ops.curves import recomputing
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY
 
@@ -298,7 +299,8 @@ def delta_net_step(
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, columns)
     wide_gate = isinstance(sizes, GatedDeltaNetSizes)
     at = np.cumsum([sizes.d_convolved, sizes.d_inner if wide_gate else 0])
-    u, z, small = jnp.split(projected, at, axis=-1)
+    _, z, small = jnp.split(projected, at, axis=-1)
+    u = Columns(projected, 0, (sizes.d_convolved,))
     convolved, conv = common.convolved_step(weights, cache, u, layer, implementation)
     q, k, v = jnp.split(convolved, [sizes.d_keys, 2 * sizes.d_keys], axis=-1)
     z, g, beta = _gates(weights, sizes, z, small, project)

@@ -230,6 +230,14 @@ class _BlockLayer(common.BlockCalls, nnx.Module):
         for name, (init, shape) in self._block.initializers(self.sizes, n_layers).items():
             setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype)))
 
+    def prepare(self) -> None:
+        """Computes once, for a loop over tokens, what each step would of the parameters alone.
+
+        The layer is then one for steps with `dtype`, and no longer to be trained.
+        """
+        for name, value in common.prepared(self._weights(), self.dtype)._asdict().items():
+            setattr(self, name, None if value is None else nnx.Param(value))
+
     def _weights(self) -> Any:
         names = self._block.weights._fields
         return self._block.weights(*(_value(getattr(self, name, None)) for name in names))

@@ -28,6 +28,7 @@ from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.columns import Columns
 from jaxkern.ops.selective_scan.reference import DEFAULT_CHECKPOINT_EVERY
 
 
@@ -45,6 +46,7 @@ class Weights(NamedTuple):
     out_proj: jax.Array  # (E, D)
     in_bias: jax.Array | None = None  # (2 E,)
     out_bias: jax.Array | None = None  # (D,)
+    A: jax.Array | None = None  # (E, N), −exp(A_log) where it is already computed
 
 
 class Cache(NamedTuple):
@@ -214,9 +216,9 @@ def mamba_step(
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E)
-    u, z = jnp.split(projected, 2, axis=-1)  # (B, E) each
+    u, z = (Columns(projected, at, (sizes.d_inner,)) for at in (0, sizes.d_inner))
     u, conv = common.convolved_step(weights, cache, u, layer, implementation)
-    arrays: Any = u, *_parameters(weights, sizes, u, project), z
+    arrays: Any = u, *_parameters(weights, sizes, u, project, columns=True), z
     options: Any = {"dt_bias": weights.dt_bias, "dt_softplus": True, "layer": layer}
     options |= {"implementation": common.implementation_of_products(implementation)}
     y, state = jaxkern.selective_scan_step(cache.scan, *arrays, **options)
@@ -238,12 +240,20 @@ def _parameters(
     u: jax.Array,
     project: Callable[..., jax.Array],
     axis_name: str | None = None,
-) -> tuple[jax.Array, ...]:
-    """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E)."""
+    columns: bool = False,
+) -> tuple[Any, ...]:
+    """dt (..., E), A (E, N), B and C (..., N) and D (E,) of the scan, from its input u (..., E).
+
+    With `columns` B and C (B, 1, N) are columns of one row, for a step.
+    """
     at = [sizes.rank, sizes.rank + sizes.d_state]
     projected = add_parts(project(u, weights.x_proj), axis_name)  # (..., R + 2 N)
     projected = named("mamba_x_proj", projected)
-    low_rank, B, C = jnp.split(projected, at, axis=-1)
+    if columns:
+        low_rank = projected[:, : sizes.rank]
+        B, C = (Columns(projected, first, (1, sizes.d_state)) for first in at)
+    else:
+        low_rank, B, C = jnp.split(projected, at, axis=-1)
     return project(low_rank, weights.dt_proj), common.decay_rates(weights), B, C, weights.D
 
 

@@ -29,6 +29,7 @@ from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
+from jaxkern.ops.columns import Columns
 from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.ssd.reference import DEFAULT_CHECKPOINT_EVERY
 
@@ -46,6 +47,7 @@ class Weights(NamedTuple):
     out_proj: jax.Array  # (E, D)
     in_bias: jax.Array | None = None  # (2 E + 2 G N + H,)
     out_bias: jax.Array | None = None  # (D,)
+    A: jax.Array | None = None  # (H,), −exp(A_log) where it is already computed
 
 
 class Cache(NamedTuple):
@@ -236,13 +238,17 @@ def mamba2_step(
     x = BLOCK.check_call(sizes, x, cache, None, ("B D",), layer)
     project, x = common.projection(implementation), common.cast(x, weights, dtype)
     projected = project(x, weights.in_proj, weights.in_bias)  # (B, 2 E + 2 G N + H)
-    at = [sizes.d_inner, sizes.d_inner + sizes.d_convolved]
-    z, u, dt = jnp.split(projected, at, axis=-1)
+    inner, z = sizes.d_inner, projected[:, : sizes.d_inner]
+    u = Columns(projected, inner, (sizes.d_convolved,))
     convolved, conv = common.convolved_step(weights, cache, u, layer, implementation)
-    u, v = jnp.split(convolved, [sizes.d_inner], axis=-1)
+    dt = Columns(projected, inner + sizes.d_convolved, (sizes.heads,))
+    of_groups = sizes.ngroups, sizes.d_state
+    B, C = (Columns(convolved, first, of_groups) for first in (inner, inner + sizes.d_bc))
+    u = Columns(convolved, 0, (sizes.heads, sizes.headdim))
+    scanned: Any = u, dt, common.decay_rates(weights), B, C, weights.D
     y, state = jaxkern.ssd_step(
         cache.scan,
-        *_scanned(weights, sizes, u, v, dt),
+        *scanned,
         **_step_sizes(weights, sizes),
         layer=layer,
         implementation=common.implementation_of_products(implementation),

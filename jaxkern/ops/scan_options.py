@@ -17,6 +17,7 @@ from jaxkern.core.arguments import (
     check_number,
 )
 from jaxkern.core.mesh import gather
+from jaxkern.ops.columns import Columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,10 +131,14 @@ class SequenceBlocks:
 
 def split_groups(v: Any, axis: int, groups: int) -> Any:
     """`v`, or ``None``, with heads or channels at `axis` in groups, which have an axis in front."""
-    if v is None or groups == 1:  # a new axis leaves heads split as they are on a mesh
-        return None if v is None else jnp.expand_dims(v, axis)
-    v = gather(v, axis, unless_parts_of=groups)
-    return v.reshape(*v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :])
+    if v is None:
+        return None
+    shape = *v.shape[:axis], groups, v.shape[axis] // groups, *v.shape[axis + 1 :]
+    if isinstance(v, Columns):
+        return v.reshape(shape)
+    if groups == 1:  # a new axis leaves heads split as they are on a mesh
+        return jnp.expand_dims(v, axis)
+    return gather(v, axis, unless_parts_of=groups).reshape(shape)
 
 
 def join_groups(v: Any, axis: int) -> Any:

@@ -30,6 +30,7 @@ from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic.arithmetic import sigmoid, softplus
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes, sum_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes, launch_in_place, launch_kernel, num_sms
+from jaxkern.ops.columns import Columns
 from jaxkern.ops.scan_options import StepSizes, clipped, put_layer, take_layer
 
 BLOCK = grid_axes("block")[0]
@@ -50,10 +51,12 @@ class ScanStepOptions:
     Attributes:
       sizes: makes step sizes from dt.
       mode: the implementation that runs.
+      places: of arguments that are columns, see :class:`StepPass`.
     """
 
     sizes: StepSizes
     mode: Mode
+    places: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,14 +165,14 @@ def _together(x: tuple[int, ...], dt: tuple[int, ...]) -> tuple[int, int]:
 
 
 def launch(options: ScanStepOptions, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The output and the state, by a kernel that works in place: x becomes the output.
+    """The output and the state, by a kernel that updates it where it lies.
 
     Args:
       options: the static arguments.
       state: (layers, B, G, …, N), fp32.
       layer: number of the layer, (1,), int32; ``None`` where there is one.
       *arrays: x (B, G, …), dt (B, G, …), A (G, …) or (G, …, N), B and C (B, G, N), D (G, …),
-        z (B, G, …) and dt_bias (G, …), the last three or ``None``.
+        z (B, G, …) and dt_bias (G, …), the last three or ``None``; those with B may be columns.
     """
     return _launch(update_in_place, options, state, layer, *arrays)
 
@@ -185,11 +188,12 @@ def _launch(
     update: Any, options: ScanStepOptions, state: Any, layer: Any, x: Any, *others: Any
 ) -> tuple[Any, ...]:
     if x.size == 0:
-        return x, state
+        return Columns.of(x).copied(), state
     step = _Step.of(options.sizes, state.shape, x, *others)
     flat = state.reshape(state.shape[0], *step.of_state)
+    out_type = jax.ShapeDtypeStruct((step.columns, step.rows), x.dtype)
     launch = {"grid": (step.blocks,), "grid_names": (BLOCK,), "kernel_name": "scan_step"}
-    out, after = update(step.run, "x", step.arrays, flat, layer, **launch)
+    out, after = update(step.run, out_type, step.arrays, flat, layer, **launch)
     return out.reshape(x.shape), after.reshape(state.shape)
 
 
@@ -200,37 +204,40 @@ class _Step:
     Attributes:
       sizes: makes step sizes from dt.
       tile: tile of a block.
+      columns: sequences and groups, B · G.
       groups: G.
       rows: rows of a sequence and group, M.
-      arrays: arrays by their names, ``None`` for absent ones. Per-token arrays are (B · G, …), the
-        others (G, …): x and z (M), dt and dt_bias a divisor of M, A that or M · N, B and C (N), D a
-        divisor of M.
+      arrays: arrays by their names, ``None`` for absent ones. Those of a token are rows (B, width),
+        the others (G, …): dt_bias a divisor of M, A that or M · N, D a divisor of M.
+      of_token: first column of each of a token's arrays in its row, and columns of a group: of x
+        and z M, of dt a divisor of M, of B and C N.
     """
 
     sizes: StepSizes
     tile: StepTile
+    columns: int
     groups: int
     rows: int
     arrays: dict[str, Any]
+    of_token: dict[str, tuple[int, int]]
 
     @classmethod
     def of(cls, sizes: StepSizes, state: Any, x, dt, A, B, C, D, z, dt_bias) -> "_Step":
         (batch, groups), states = x.shape[:2], state[-1]
         rows, together = _together(x.shape, dt.shape)
-        named = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
-        params = ("A", "D", "dt_bias")
-        arrays = {
-            name: v if v is None else v.reshape(groups if name in params else batch * groups, -1)
-            for name, v in named.items()
-        }
-        return cls(
-            sizes, StepTile.of(states, together, batch * groups * rows), groups, rows, arrays
-        )
+        named = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
+        tokens = {name: Columns.of(v) for name, v in named.items() if v is not None}
+        of_token = {name: (v.first, math.prod(v.rest) // groups) for name, v in tokens.items()}
+        params = {"A": A, "D": D, "dt_bias": dt_bias}
+        arrays = {name: v if v is None else v.reshape(groups, -1) for name, v in params.items()}
+        arrays |= {"z": None} | {name: v.row for name, v in tokens.items()}
+        tile = StepTile.of(states, together, batch * groups * rows)
+        return cls(sizes, tile, batch * groups, groups, rows, arrays, of_token)
 
     @property
     def of_state(self) -> tuple[int, int]:
         """(B · G, M · N)."""
-        return len(self.arrays["x"]), self.rows * self.tile.states
+        return self.columns, self.rows * self.tile.states
 
     @property
     def parts(self) -> int:
@@ -240,18 +247,28 @@ class _Step:
     @property
     def blocks(self) -> int:
         """All blocks."""
-        return len(self.arrays["x"]) * self.parts
+        return self.columns * self.parts
 
     def run(self, refs: Any) -> None:
         """Runs the kernel."""
         tile, block = self.tile, lax.axis_index(BLOCK)
         column = lax.div(block, self.parts)
-        group, first_row = lax.rem(column, self.groups), lax.rem(block, self.parts) * tile.all_rows
-        of_rows = lambda ref, index: _StepRows(tile, ref, index, first_row, self.rows)
+        sequence, group = lax.div(column, self.groups), lax.rem(column, self.groups)
+        first_row = lax.rem(block, self.parts) * tile.all_rows
+
+        def of_param(ref: Any) -> _StepRows:
+            return _StepRows(tile, ref if ref is None else ref.at[group], first_row, self.rows)
+
+        def of_group(name: str) -> Any:
+            if getattr(refs, name) is None:
+                return None
+            first, count = self.of_token[name]
+            return getattr(refs, name).at[sequence, pl.ds(first + group * count, count)]
+
+        of_token = lambda name: _StepRows(tile, of_group(name), first_row, self.rows)
         lanes = [*range(tile.rows)]
-        x = of_rows(refs.x, column)
-        x_summed = x.summed()  # before x may be overwritten
-        dt, bias = of_rows(refs.dt, column), of_rows(refs.dt_bias, group)
+        x, dt, bias = of_token("x"), of_token("dt"), of_param(refs.dt_bias)
+        x_summed, D, z = (v.summed() for v in (x, of_param(refs.D), of_token("z")))
         steps = dt.each(lambda row: self._step_size(dt.of(row), bias.of(row)))
         entering = [steps[row] * x.of(row) for row in lanes]
         own = pl.ds(first_row * tile.states, tile.all_rows * tile.states)
@@ -260,12 +277,15 @@ class _Step:
         if rated:
             rates = refs.A.at[group, own]
         else:
-            rate = of_rows(refs.A, group)
+            rate = of_param(refs.A)
             decays = rate.each(lambda row: jnp.exp(steps[row] * rate.of(row)))
         products: list[Any] = [0.0] * tile.rows
         for start in tile.accesses:
             weights = tile.of_weights(start)
-            B, C = (load_lanes(ref.at[column], weights, _VECTOR) for ref in (refs.B, refs.C))
+            B, C = (
+                load_lanes(of_group(name), weights, _VECTOR, aligned=self.aligned(name))
+                for name in ("B", "C")
+            )
             where = [tile.of_states(row, start) for row in lanes]
             loaded = [load_lanes(before, at, _VECTOR) for at in where]
             for row in lanes:
@@ -278,12 +298,15 @@ class _Step:
                 store_lanes(after, where[row], h)
                 products[row] += sum(v * c for v, c in zip(h, C, strict=True))
         (y,) = sum_lanes(products, tile.distances)
-        if refs.D is not None:
-            y = y + of_rows(refs.D, group).summed() * x_summed
-        if refs.z is not None:
-            z = of_rows(refs.z, column).summed()
+        if D is not None:
+            y = y + D * x_summed
+        if z is not None:
             y = y * (z * sigmoid(z, exact=True))
         store_lanes(refs.out.at[column, pl.ds(first_row, tile.all_rows)], tile.summed_row(), [y])
+
+    def aligned(self, name: str) -> int:
+        """Columns to a multiple of which a group's begin, for any group and sequence."""
+        return math.gcd(self.arrays[name].shape[1], *self.of_token[name])
 
     def _step_size(self, dt: jax.Array, bias: jax.Array | None) -> jax.Array:
         dt = dt if bias is None else dt + bias
@@ -297,22 +320,20 @@ class _StepRows:
 
     Attributes:
       tile: the block's tile.
-      ref: (…, a divisor of `count`), or ``None``.
-      index: index on the first axis.
+      ref: (a divisor of `count`,), or ``None``.
       first: first row of the block.
       count: number of all rows.
     """
 
     tile: StepTile
     ref: Any
-    index: Any
     first: Any
     count: int
 
     @property
     def shared(self) -> int:
         """Rows that share a value: 1, or a multiple of a block's."""
-        return self.count // self.ref.shape[1]
+        return self.count // self.ref.shape[0]
 
     def each(self, value: Callable[[int], Any]) -> list[Any]:
         """Computes `value` for each row of a lane, once if all share it."""
@@ -334,7 +355,7 @@ class _StepRows:
         own = pl.ds(self.first, self.tile.all_rows)
         if self.shared > 1:
             own, offsets = pl.ds(lax.div(self.first, self.shared), 1), LaneOffsets()
-        return load_lanes(self.ref.at[self.index, own], offsets)[0]
+        return load_lanes(self.ref.at[own], offsets)[0]
 
 
 # For the kernel of any recurrence: one layer's state is updated
@@ -351,7 +372,7 @@ def unfit_token(state: Any, **arrays: Any) -> str | None:
 
 def update_in_place(
     run: Callable[[Any], None],
-    becomes_out: str,
+    out_type: Any,
     arrays: dict[str, Any],
     state: Any,
     layer: Any,
@@ -362,47 +383,42 @@ def update_in_place(
     Args:
       run: the kernel. It takes the references of `arrays` by their names, ``None`` for absent ones;
         the states of all layers as ``before`` and as ``after``, and the number ``layer``; and
-        ``out``, of the same memory as the array that becomes it.
-      becomes_out: name of that array, which is as the output is.
+        ``out``.
+      out_type: shape and dtype of the output.
       arrays: what the kernel reads, by name.
       state: (layers, …).
       layer: number of the layer, (1,), int32; ``None`` where there is one.
       **launch: the arguments of :func:`launch_kernel`.
     """
-    fixed = {"layer": layer} | {n: v for n, v in arrays.items() if n != becomes_out}
-    fixed = {name: v for name, v in fixed.items() if v is not None}
+    fixed = {n: v for n, v in ({"layer": layer} | arrays).items() if v is not None}
 
     def kernel(*references: Any) -> None:
         *given, states, out = references
-        named = dict(zip(fixed, given, strict=True)) | {becomes_out: out}
-        run(_refs(arrays, named, before=states, after=states, out=out))
+        given = dict(zip(fixed, given, strict=True))
+        run(_refs(arrays, given, before=states, after=states, out=out))
 
-    written = [state, arrays[becomes_out]]
-    after, out = launch_in_place(kernel, [*fixed.values()], written, **launch)
+    after, out = launch_in_place(kernel, fixed.values(), [state], [out_type], **launch)
     return out, after
 
 
 def update_slices(
     run: Callable[[Any], None],
-    becomes_out: str,
+    out_type: Any,
     arrays: dict[str, Any],
     state: Any,
     layer: Any,
     **launch: Any,
 ) -> tuple[Any, Any]:
-    """Does as :func:`update_in_place` under ``vmap``: the state is read from one array, and copied.
-
-    Nothing becomes the output, which is another array.
-    """
-    fixed = {name: v for name, v in arrays.items() if name != becomes_out and v is not None}
-    fixed |= {becomes_out: arrays[becomes_out], "before": take_layer(state, layer)[None]}
+    """Does as :func:`update_in_place` under ``vmap``, but copies the state."""
+    before = take_layer(state, layer)[None]
+    fixed = {n: v for n, v in (arrays | {"before": before}).items() if v is not None}
 
     def kernel(*references: Any) -> None:
         *given, after, out = references
         run(_refs(arrays, dict(zip(fixed, given, strict=True)), after=after, out=out))
 
-    outs = (jax.ShapeDtypeStruct(fixed[n].shape, fixed[n].dtype) for n in ("before", becomes_out))
-    after, out = launch_kernel(kernel, out_type=tuple(outs), **launch)(*fixed.values())
+    outs = jax.ShapeDtypeStruct(before.shape, before.dtype), out_type
+    after, out = launch_kernel(kernel, out_type=outs, **launch)(*fixed.values())
     return out, put_layer(state, layer, after[0])
 
 

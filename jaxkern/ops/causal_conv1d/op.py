@@ -26,6 +26,7 @@ Source: Gu and Dao, Mamba: Linear-Time Sequence Modeling with Selective State Sp
 arXiv:2312.00752.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -63,6 +64,7 @@ from jaxkern.ops.causal_conv1d.reference import (
     reference_fwd,
 )
 from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation, ConvOptions
+from jaxkern.ops.columns import check_columns
 from jaxkern.ops.scan_options import check_layer
 
 
@@ -237,14 +239,15 @@ def causal_conv1d_step(
     References:
       Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.4.
     """
-    x, weight, bias = _check(("B",), x, weight, bias, activation)
+    check = functools.partial(_check, ("B",), activation=activation)
+    x, weight, bias = check_columns(check, x, weight, bias)
     (batch, dim), width = x.shape, weight.shape[1]
     before = (batch, width - 1, dim)
     number, states = check_layer(layer, state, before, "(B, W - 1, D) of x and weight")
     mode = resolve(
         implementation, step.unsupported(states, x, weight, bias), op="causal_conv1d_step"
     )
-    options = ConvOptions(activation, mode)
+    options = step.ConvStepOptions(activation, mode)
     out, states = step.STEP(options, states, number, x, weight, bias)
     return out, states[0] if layer is None else states
 

@@ -1,24 +1,28 @@
 """One token of the convolution, for decoding: its inputs so far are updated where they lie.
 
 A lane has neighbouring channels of one sequence: it loads their last W − 1 inputs and the new one,
-stores these a place earlier, and the sum in place of the new one. XLA takes four kernels for that:
-it copies the layer's inputs before it overwrites them.
+and stores these a place earlier, and the sum. XLA takes four kernels for that: it copies the
+layer's inputs before it overwrites them.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkern.core.arguments import unfit
-from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.dispatch import Mode
 from jaxkern.mosaic.arithmetic import sigmoid
 from jaxkern.mosaic.lanes import LaneOffsets, load_lanes, store_lanes
 from jaxkern.mosaic.launch import LANES, grid_axes
 from jaxkern.ops.causal_conv1d.reference import filtered
-from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, ConvOptions
+from jaxkern.ops.causal_conv1d.tiles import MAX_WIDTH, Activation
+from jaxkern.ops.columns import Columns, StepPass
 from jaxkern.ops.scan_options import put_layer, take_layer
 from jaxkern.ops.scan_step import update_in_place, update_slices
 
@@ -26,6 +30,15 @@ SEQUENCE, PART = grid_axes("sequence", "part")
 
 _MOST = 4
 """The most channels of a lane."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvStepOptions:
+    """Static arguments of a step; `places` are those of its columns, see :class:`StepPass`."""
+
+    activation: Activation | None
+    mode: Mode
+    places: tuple[Any, ...] = ()
 
 
 def unsupported(states: Any, x: Any, weight: Any, bias: Any) -> str | None:
@@ -41,30 +54,31 @@ def unsupported(states: Any, x: Any, weight: Any, bias: Any) -> str | None:
 
 
 def launch(
-    options: ConvOptions, states: Any, layer: Any, x: Any, weight: Any, bias: Any
+    options: ConvStepOptions, states: Any, layer: Any, x: Any, weight: Any, bias: Any
 ) -> tuple[Any, Any]:
-    """The output and the inputs so far, by a kernel that works in place: x becomes the output.
+    """The output and the inputs so far, by a kernel that updates them where they lie.
 
     Args:
       options: the activation.
       states: (layers, B, W - 1, D), the last inputs, oldest first.
       layer: number of the layer, (1,), int32; ``None`` where there is one.
-      x: (B, D).
+      x: (B, D), or columns.
       weight: (D, W).
       bias: (D,) or ``None``.
     """
     return _launch(update_in_place, options, states, layer, x, weight, bias)
 
 
-def launch_of_slices(options: ConvOptions, *arrays: Any) -> tuple[Any, Any]:
+def launch_of_slices(options: ConvStepOptions, *arrays: Any) -> tuple[Any, Any]:
     """Does as :func:`launch` under ``vmap``."""
     return _launch(update_slices, options, *arrays)
 
 
-def _launch(update: Any, options: ConvOptions, states, layer, x, weight, bias) -> tuple[Any, Any]:
+def _launch(update: Any, options: ConvStepOptions, states, layer, x, weight, bias) -> Any:
     if x.size == 0 or unsupported(states, x, weight, bias):  # a device's part
-        return reference(options, states, layer, x, weight, bias)
-    channels, width = weight.shape
+        return reference(options, states, layer, Columns.of(x).copied(), weight, bias)
+    (batch, channels), width, x = x.shape, weight.shape[1], Columns.of(x)
+    aligned = math.gcd(x.row.shape[1], x.first)
     each = next(n for n in (_MOST, 2, 1) if channels % (n * LANES) == 0)
     size = each * LANES
 
@@ -74,7 +88,8 @@ def _launch(update: Any, options: ConvOptions, states, layer, x, weight, bias) -
         lanes = LaneOffsets(((1, LANES, each),))
         before, after = (ref.at[refs.layer, sequence] for ref in (refs.before, refs.after))
         taps = [load_lanes(before.at[w, own], lanes, each) for w in range(width - 1)]
-        taps.append(load_lanes(refs.x.at[sequence, own], lanes, each))
+        entering = refs.x.at[sequence, pl.ds(x.first + first, size)]
+        taps.append(load_lanes(entering, lanes, each, aligned=aligned))
         of_channels = LaneOffsets(((1, LANES, each * width),))
         filters = load_lanes(refs.weight.at[own], of_channels, each * width)
         start: list[Any] = (
@@ -90,12 +105,13 @@ def _launch(update: Any, options: ConvOptions, states, layer, x, weight, bias) -
             store_lanes(after.at[w, own], lanes, taps[w + 1])
         store_lanes(refs.out.at[sequence, own], lanes, [*map(filtered_channel, range(each))])
 
-    arrays = {"x": x, "weight": weight, "bias": bias}
-    grid = {"grid": (len(x), channels // size), "grid_names": (SEQUENCE, PART)}
-    return update(run, "x", arrays, states, layer, **grid, kernel_name="causal_conv1d_step")
+    arrays = {"x": x.row, "weight": weight, "bias": bias}
+    out_type = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    grid = {"grid": (batch, channels // size), "grid_names": (SEQUENCE, PART)}
+    return update(run, out_type, arrays, states, layer, **grid, kernel_name="causal_conv1d_step")
 
 
-def reference(options: ConvOptions, states, layer, x, weight, bias) -> tuple[Any, Any]:
+def reference(options: ConvStepOptions, states, layer, x, weight, bias) -> tuple[Any, Any]:
     """The step in plain JAX; arguments and results as of :func:`launch`."""
     own = take_layer(states, layer)
     taps = [*jnp.unstack(own, axis=1), x]
@@ -104,7 +120,7 @@ def reference(options: ConvOptions, states, layer, x, weight, bias) -> tuple[Any
     return out, put_layer(states, layer, following)
 
 
-STEP = KernelPass(
+STEP = StepPass(
     "causal_conv1d_step",
     kernel=launch,
     kernel_of_slices=launch_of_slices,
@@ -112,4 +128,5 @@ STEP = KernelPass(
     ins=("s b w d", "i", "b d", "d v", "d"),
     outs=("b d", "s b w d"),
     whole="s i w v",
+    split=("d", "d"),
 )

@@ -144,7 +144,7 @@ def unsupported(state: Any, q: Any, k: Any, v: Any, g: Any, beta: Any) -> str | 
 
 
 def launch(options: DeltaRuleStepOptions, state: Any, layer: Any, *arrays: Any) -> tuple[Any, ...]:
-    """The output and the state, by a kernel that works in place: v becomes the output.
+    """The output and the state, by a kernel that updates it where it lies.
 
     Args:
       options: the static arguments.
@@ -173,7 +173,8 @@ def _launch(update: Any, options: DeltaRuleStepOptions, state, layer, q, k, v, g
     flat |= {"q": q.reshape(-1, keys), "k": k.reshape(-1, keys)}
     out, after = update(
         lambda refs: _token(options, tile, v.shape[2], refs),
-        *("v", flat, state.reshape(state.shape[0], heads, keys * values), layer),
+        jax.ShapeDtypeStruct((heads, values), v.dtype),
+        *(flat, state.reshape(state.shape[0], heads, keys * values), layer),
         grid=(heads * tile.parts,),
         grid_names=(BLOCK,),
         kernel_name="gated_delta_rule_step",

@@ -68,6 +68,7 @@ from jaxkern.core.dispatch import Implementation, final_state_op, public_op, res
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
 from jaxkern.ops import scan_step, segments
+from jaxkern.ops.columns import StepPass, check_columns
 from jaxkern.ops.linear import linear
 from jaxkern.ops.linear.products import check_operands
 from jaxkern.ops.scan_options import (
@@ -560,7 +561,8 @@ def selective_scan_step(
     References:
       Gu and Dao, `Mamba <https://arxiv.org/abs/2312.00752>`_, 2023, section 3.
     """
-    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    check = functools.partial(_check, ("B",))
+    args = check_columns(check, x, dt, A, B, C, D, z, dt_bias)
     of_layer = args[0].shape[0], *args[2].shape
     number, state = check_layer(layer, state, of_layer, _STATE_SHAPE)
     *grouped, state = by_group((*args, state))
@@ -579,7 +581,7 @@ def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tup
     return out, put_layer(state, layer, after)
 
 
-STEP = KernelPass(
+STEP = StepPass(
     "selective_scan_step",
     kernel=scan_step.launch,
     kernel_of_slices=scan_step.launch_of_slices,
@@ -590,4 +592,5 @@ STEP = KernelPass(
     ),
     outs=("b g p", "s b g p n"),
     whole="s i n",
+    split=("g", "p"),
 )

@@ -69,6 +69,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import match_primal, match_sharding, on_all
 from jaxkern.ops import scan_step, segments
 from jaxkern.ops.chunks import least_log_decay
+from jaxkern.ops.columns import StepPass, check_columns
 from jaxkern.ops.scan_options import (
     StepSizes,
     check_checkpoint_every,
@@ -425,7 +426,8 @@ def ssd_step(
       >>> out
       Array([[[2.]]], dtype=float32)
     """
-    args = _check(("B",), x, dt, A, B, C, D, z, dt_bias)
+    check = functools.partial(_check, ("B",))
+    args = check_columns(check, x, dt, A, B, C, D, z, dt_bias)
     x, B = args[0], args[3]
     number, state = check_layer(layer, state, (*x.shape, B.shape[-1]), _STATE_SHAPE)
     *grouped, state = by_group((*args, state), 1)
@@ -443,7 +445,7 @@ def _step_reference(options, state, layer, x, dt, A, B, C, D, z, dt_bias) -> tup
     return out, put_layer(state, layer, after)
 
 
-STEP = KernelPass(
+STEP = StepPass(
     "ssd_step",
     kernel=scan_step.launch,
     kernel_of_slices=scan_step.launch_of_slices,
@@ -454,4 +456,5 @@ STEP = KernelPass(
     ),
     outs=("b g r p", "s b g r p n"),
     whole="s i p n .0",
+    split=("g", "r"),
 )
