@@ -34,7 +34,7 @@ WRONG_FLAGS = {
     "fly": "fly",
     "train --preset huge": "130m",
     "train --devices none": "--devices must be a number, all or auto, got 'none'",
-    "train --remat most": "'none', 'cheap', 'scan', 'layer'",
+    "train --remat most": "'auto', 'none', 'cheap', 'scan', 'layer'",
     "train --speed 9": "--speed",
     "train --out=": "--out must have a value, got ''",
     "train --log-to comet": "invalid choice 'comet'",

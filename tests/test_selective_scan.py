@@ -167,7 +167,9 @@ def test_backward_between_saved_states(monkeypatch):
 
 def test_backward_in_parts(monkeypatch):
     """Three parts, the first of two chunks and the others of one."""
-    cut_grid(monkeypatch, backward, lambda *sizes: tiles.ScanGrid(*sizes, whole=0, length=1, head=2))
+    cut_grid(
+        monkeypatch, backward, lambda *sizes: tiles.ScanGrid(*sizes, whole=0, length=1, head=2)
+    )
     Kernels(chunk=2, every=2).check("backward", without_optional(inputs_and_state(1, 7, 2, 2)))
 
 

@@ -28,7 +28,7 @@ from flax import nnx
 import jaxkern
 from jaxkern.core.dispatch import Implementation
 from jaxkern.lm import layers
-from jaxkern.lm.config import DEFAULT_REMAT, REMATS, ModelConfig, Remat
+from jaxkern.lm.config import BLOCKS, DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
 from jaxkern.nn import remat as policies
 from jaxkern.nn.collectives import whole_beside
@@ -174,7 +174,7 @@ class MambaLM(nnx.Module):
             "axis_name": self.axis_name,
             "sequence_axis": self.split.axis("sequence"),
         }
-        mix = lambda block, x, *_: (block(x, **options), None)
+        mix = lambda block, x, *_, **more: (block(x, **options, **more), None)
         how: Any = {"unroll": not self.options.scan_layers, "remat": self.options.remat}
         return self._last_norm(*self._run(mix, tokens, dropout_key=dropout_key, **how)[0])
 
@@ -322,21 +322,22 @@ class MambaLM(nnx.Module):
         loop = not unroll
 
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
-            def mixed(params, x, state, number):
+            def mixed(params, x, state, number, source):
                 block = nnx.merge(split[kind][0], self._gathered(params, without="norm"))
-                return mix(block, x, state, number)
+                more = {"remade": (self._normalise, source)} if source else {}
+                return mix(block, x, state, number, **more)
 
-            apply: Any = mixed
-            if remat in POLICIES:
-                # The weights' copies in the compute dtype are made again, too. Where the scan is,
-                # XLA takes all layers' out of the stacked arrays too early for that: they are
-                # shared.
-                alone = (False, True, True, True)
-                options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
-                apply = jax.checkpoint(mixed, **options)
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
             normalised, x = self._add_and_normalise(stream[0], stream[1], norm)
-            out, state = apply(params, normalised, state, numbers[0])
+            apply, source = mixed, ()
+            if remat in POLICIES:
+                source = (x, norm) if kind in BLOCKS else ()
+                # The weights' copies in the compute dtype are shared: made again, they would be
+                # copied out of the stacked arrays first.
+                alone = (False, True, True, True, True)
+                options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
+                apply = jax.checkpoint(mixed, **options)
+            out, state = apply(params, normalised, state, numbers[0], source)
             if dropout_key is not None and self.config.dropout:
                 key = jax.random.fold_in(dropout_key, numbers[1])
                 how: Any = {"implementation": self.options.implementation}
@@ -384,6 +385,12 @@ class MambaLM(nnx.Module):
         policy = self.options.policy
         weight = whole_beside(self.output_layer, hidden)
         return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
+
+    def _normalise(self, x: jax.Array, norm: jax.Array) -> jax.Array:
+        """Normalises the stream once more, by XLA, which rounds as it normalises."""
+        options: Any = {"eps": self.config.eps, "implementation": "xla"}
+        normalised = jaxkern.rms_norm(x, whole_beside(norm, x), **options)
+        return normalised.astype(self.options.policy.compute)
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""

@@ -102,8 +102,11 @@ class Placement:
 def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) -> Any:
     """The model of a run, to be merged with parameters; it `gathers` what ``split.fsdp`` splits."""
     implementation: Any = None if config.implementation == "auto" else config.implementation
+    remat: Any = config.remat
+    if remat == "auto":
+        remat = "cheap" if {*config.model.kinds} == {"mamba"} else "none"
     options = Options(
-        precision_policy(config), implementation, config.remat, config.scan_layers, split, gathers
+        precision_policy(config), implementation, remat, config.scan_layers, split, gathers
     )
     return make_model(config.model, options)
 

@@ -350,21 +350,53 @@ def projected_out(out: jax.Array, weights: Any, axis_name: str | None) -> jax.Ar
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
+Remade = tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]
+"""A function and its arguments, that give an array again which is then not kept."""
+
+
 def project_in(
-    name: str, weights: Any, x: jax.Array, project: Callable[..., jax.Array], at: Any
+    name: str,
+    weights: Any,
+    x: jax.Array,
+    project: Callable[..., jax.Array],
+    at: Any,
+    remade: Remade | None = None,
 ) -> list[jax.Array]:
     """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
 
     Of one product the parts would be copied apart, and their gradients together. As XLA would make
     one of several that have an operand in common, each has a copy, which XLA takes for another.
+    With `remade` the gradients of `in_proj` take x from it.
     """
     count = len(at) + 1
-    # Equal barriers would be one: each is of the copy before.
-    barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
-    copies = [*itertools.accumulate(range(1, count), barrier, initial=x)]
+
+    def products(x: jax.Array, columns: Any, biases: Any) -> list[jax.Array]:
+        # Equal barriers would be one: each is of the copy before.
+        barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
+        copies = itertools.accumulate(range(1, count), barrier, initial=x)
+        return [project(*of) for of in zip(copies, columns, biases, strict=True)]
+
     columns = jnp.split(weights.in_proj, at, axis=-1)
     biases = [None] * count if weights.in_bias is None else jnp.split(weights.in_bias, at)
-    return named(name, [project(*of) for of in zip(copies, columns, biases, strict=True)])
+    if remade is None:
+        return named(name, products(x, columns, biases))
+    make, arrays = remade
+    return named(name, _remaking(products, make)(x, columns, biases, arrays))
+
+
+def _remaking(f: Callable[..., Any], make: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """``f(x, *args)`` as a function of x, args and `arrays`: its backward has x by ``make``."""
+    call = jax.custom_vjp(lambda x, columns, biases, arrays: f(x, columns, biases))
+
+    def fwd(x: Any, *others: Any) -> Any:
+        return call(x, *others), others
+
+    def bwd(others: Any, douts: Any) -> Any:
+        *args, arrays = others
+        return *jax.vjp(f, make(*arrays), *args)[1](douts), None
+
+    call.defvjp(fwd, bwd)
+    return call
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:

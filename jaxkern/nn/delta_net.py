@@ -227,6 +227,7 @@ def delta_net(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
+    remade: common.Remade | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Gated DeltaNet or KDA block over whole sequences, by the class of `sizes`.
@@ -258,7 +259,7 @@ def delta_net(
     project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x = enter(common.cast(x, weights, dtype), axis_name)
-    q, k, v, z, small = _project_in(weights, part, x, project)
+    q, k, v, z, small = _project_in(weights, part, x, project, remade)
     z, g, beta = _gates(weights, part, z, small, project)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
@@ -331,12 +332,16 @@ def _of_device(weights: Weights, sizes: Sizes) -> Sizes:
 
 
 def _project_in(
-    weights: Weights, sizes: Sizes, x: jax.Array, project: Callable[..., jax.Array]
+    weights: Weights,
+    sizes: Sizes,
+    x: jax.Array,
+    project: Callable[..., jax.Array],
+    remade: common.Remade | None,
 ) -> list[Any]:
     """q and k (…, G K), v and z (…, E), of KDA no z but ``None``, and the small columns as one."""
     large = 4 if isinstance(sizes, GatedDeltaNetSizes) else 3
     at = np.cumsum([*sizes.columns.values()])[:large]
-    *inner, small = common.project_in("delta_in_proj", weights, x, project, at)
+    *inner, small = common.project_in("delta_in_proj", weights, x, project, at, remade)
     return [*inner, *[None] * (4 - large), small]
 
 

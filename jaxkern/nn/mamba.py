@@ -142,6 +142,7 @@ def mamba(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
+    remade: common.Remade | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba block over whole sequences.
@@ -163,6 +164,9 @@ def mamba(
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
         and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
         as is the cache that is returned. See :func:`jaxkern.selective_scan`.
+      remade: a function and a tuple of its arguments, arrays that are kept anyway, that gives `x`
+        again, in the dtype of the products: the gradient of `in_proj` then takes it from there, and
+        `x` is not kept. Gradients reach `x` as without.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
@@ -179,7 +183,7 @@ def mamba(
     project = common.projection(implementation)
     x = enter(common.cast(x, weights, dtype), axis_name)
     at = [weights.in_proj.shape[-1] // 2]
-    u, z = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) each
+    u, z = common.project_in("mamba_in_proj", weights, x, project, at, remade)  # (B, L, E) each
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,

@@ -174,6 +174,7 @@ def mamba2(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
+    remade: common.Remade | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba-2 block over whole sequences.
@@ -196,7 +197,9 @@ def mamba2(
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x = enter(common.cast(x, weights, dtype), axis_name)
     at = [part.d_inner, 2 * part.d_inner]
-    z, u, small = common.project_in("mamba_in_proj", weights, x, project, at)  # (B, L, E) two
+    z, u, small = common.project_in(
+        "mamba_in_proj", weights, x, project, at, remade
+    )  # (B, L, E) two
     v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)  # (B, L, 2 G N), (B, L, H)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
