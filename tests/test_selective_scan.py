@@ -66,19 +66,21 @@ class Kernels(NamedTuple):
         return [join_groups(v, n) for v, n in zip(results, (2, 1, 2), strict=True)]
 
     def backward(self, arrays, dout, dfinal, segment_ids=None):
-        """The gradients, from the states that plain JAX saves."""
+        """The gradients, from the states that plain JAX saves, and the output again."""
         x, *_, state = reference.by_group(arrays)
         *_, saved = self._run("xla", op.FORWARD, arrays, segment_ids)
         given = saved, dout.reshape(x.shape), dfinal.reshape(state.shape)
-        grads = self._run("interpret", op.BACKWARD, arrays, segment_ids, *given)
-        return [g if g is None else g.reshape(a.shape) for g, a in zip(grads, arrays, strict=False)]
+        *grads, out = self._run("interpret", op.BACKWARD, arrays, segment_ids, *given, output=True)
+        grads = zip(grads, arrays, strict=False)
+        return [*(g if g is None else g.reshape(a.shape) for g, a in grads), join_groups(out, 2)]
 
-    def _run(self, mode, kernel_pass, arrays, segment_ids, *more):
+    def _run(self, mode, kernel_pass, arrays, segment_ids, *more, **others):
         keep = None
         if segment_ids is not None:
             new = jnp.diff(segment_ids, axis=1, prepend=segment_ids[:, :1]) != 0
             keep = 1 - new.astype(jnp.float32)
-        options = reference.SelectiveScanOptions(self.of_steps, True, self.every, mode, save=True)
+        others["save"] = True
+        options = reference.SelectiveScanOptions(self.of_steps, True, self.every, mode, **others)
         with short_chunks(self.chunk):
             run = _jitted(kernel_pass, options, self.chunk)
             return run(*reference.by_group(arrays), keep, None, *more)
@@ -94,7 +96,7 @@ class Kernels(NamedTuple):
             got = self.forward(arrays, segment_ids)
             want = *results, self.forward(arrays, segment_ids, "xla")[2]
         else:
-            got = self.backward(arrays, *given, segment_ids)
+            got, want = self.backward(arrays, *given, segment_ids), (*want, results[0])
         for i, (ours, truth) in enumerate(zip(got, want, strict=True)):
             if ours is not None:
                 error, rounding = check.relative_error(ours, truth), jnp.finfo(ours.dtype).eps / 2
@@ -213,6 +215,26 @@ def test_subparts(monkeypatch):
     carries = grid.of_carries("first")
     assert (carries.units, carries.length, carries.parts) == (5, 2, 3)
     check_case(inputs_and_state(1, 88, 34, 9 if check.ON_GPU else 3), "mosaic")
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_product_after_it(implementation):
+    """The output times a weight, which is as the two calls are, differentiated in both modes."""
+    *arrays, _ = inputs(2, 40, 6, 3)
+    weight = jnp.asarray(np.random.default_rng(5).normal(size=(6, 4)), jnp.float32)
+    options = {"dt_softplus": True, "implementation": implementation}
+    scan = functools.partial(jaxkern.selective_scan, **options)
+    one = lambda w, *a: jnp.sin(scan(*a, out_weight=w))
+    two = lambda w, *a: jnp.sin(jaxkern.linear(scan(*a), w, implementation=implementation))
+    args = weight, *arrays
+    for of in (
+        lambda f: f(*args),
+        lambda f: jax.grad(lambda *a: f(*a).sum(), range(len(args)))(*args),
+        lambda f: jax.jvp(f, args, args)[1],
+    ):
+        check.assert_close(jax.jit(lambda of=of: of(one))(), of(two), 2e-6)
+    with pytest.raises(ValueError, match=r"out_weight must have shape \(K, N\), K = 6"):
+        scan(*arrays, out_weight=weight.T)
 
 
 # Accuracy

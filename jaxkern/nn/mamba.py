@@ -29,7 +29,7 @@ from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.columns import Columns
-from jaxkern.ops.selective_scan.reference import DEFAULT_CHECKPOINT_EVERY
+from jaxkern.ops.selective_scan.reference import CHUNK
 
 
 class Weights(NamedTuple):
@@ -263,6 +263,6 @@ def _parameters(
 
 BLOCK = Block(
     *("mamba", Sizes, Weights, initializers, init_cache, mamba, mamba_step),
-    chunk=DEFAULT_CHECKPOINT_EVERY,
+    chunk=CHUNK,
 )
 """Mamba, as a kind of block."""

@@ -24,13 +24,15 @@ Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfi
     dinitial_state[n] = k[0] · a[0,n] · dh[0,n]     (k[0] = 1)
 
 Saved for the backward: the arguments, and the state before every k-th step, k = checkpoint_every,
-(B, L/k, D, N) in fp32: 4·N/k bytes per element of x, 8 at N = 16 and the default, k = 8. The
+(B, L/k, D, N) in fp32: 4·N/k bytes per element of x, 2 at N = 16 and the default, k = 32. The
 states in between are recomputed. While the backward runs, it also holds the sums of dB and dC over
-each block of channels (64 at N = 16, or 128 where k is 64 or more), 8·N/64 bytes per element of x.
+each block of channels (64 at N = 16), 8·N/64 bytes per element of x.
 
 Per element of x the forward takes N exponentials and 3 operations of the same unit for softplus and
-gate, the backward 2·N and 4, for it computes the decays of a chunk twice. At N = 16 a warp takes 74
-and 205 instructions for a step of 16 channels, so that the instructions are the limit, not memory.
+gate, the backward 2·N and 7, for it runs the steps between two saved states up, and then those of
+each group once more. At N = 16 a warp takes 74 instructions of the forward for a step of 16
+channels, and so many more of the backward that instructions are the limit, not memory: on an H200
+ncu sees 68% of the issue slots used at k = 8, and a quarter of the memory's rate.
 Where batch rows and channels are too few to fill the GPU, or do not fill it evenly, sequences are
 cut into parts, at N exponentials more, an eighth of which are polynomials.
 
@@ -146,8 +148,9 @@ def selective_scan(
     `checkpoint_every` steps if there is a backward, and one all-gather carries states over. With
     several groups, channels are split in parts of whole groups; others are gathered on a mesh with
     Explicit axes, and not possible with Auto ones. Inside ``jax.shard_map``, where `sequence_axis`
-    says over which axis L is split, it is the same; gradients of what has no L are then a device's
-    share of a sum, as JAX has them there.
+    says over which axis L is split, it is the same, but that a part may be any multiple of 8 steps:
+    more states are saved where `checkpoint_every` does not divide it. Gradients of what has no L
+    are then a device's share of a sum, as JAX has them there.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
@@ -246,6 +249,8 @@ def selective_scan(
     mode = resolve(implementation, unsupported, op="selective_scan")
     if every is not None and unsupported is None:
         every = apart(min(every, RECOMPUTED_EVERY), A.shape[-1], x, args[1], args[6])
+    while over and every and every > CHUNK and x.shape[1] % every:
+        every = max(CHUNK, every // (2 * CHUNK) * CHUNK)  # which divides a device's part
     options = SelectiveScanOptions(
         sizes, return_final_state, every, mode, count, sequence_axis=over
     )
