@@ -29,7 +29,7 @@ from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, enter, whole_beside
 from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.columns import Columns
-from jaxkern.ops.selective_scan.reference import CHUNK
+from jaxkern.ops.selective_scan.reference import CHUNK, DEFAULT_CHECKPOINT_EVERY
 
 
 class Weights(NamedTuple):
@@ -143,6 +143,7 @@ def mamba(
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     remade: common.Remade | None = None,
+    checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba block over whole sequences.
@@ -167,6 +168,7 @@ def mamba(
       remade: a function and a tuple of its arguments, arrays that are kept anyway, that gives `x`
         again, in the dtype of the products: the gradient of `in_proj` then takes it from there, and
         `x` is not kept. Gradients reach `x` as without.
+      checkpoint_every: of the scan, see :func:`jaxkern.selective_scan`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
@@ -194,6 +196,7 @@ def mamba(
     state: Any = None if cache is None else cache.scan
     arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
     options |= {"dt_bias": weights.dt_bias, "dt_softplus": True, "out_weight": weights.out_proj}
+    options |= {"checkpoint_every": checkpoint_every}
     out: Any = jaxkern.selective_scan(*arrays, initial_state=state, **options)
     if return_cache:
         out, state = out
