@@ -217,6 +217,11 @@ def test_norm_mixed_dtypes(op, dtype, other, implementation):
         assert grad.dtype == arrays[name].dtype
     narrow = min(dtype, other, key=lambda d: jnp.dtype(d).itemsize)
     np.testing.assert_array_equal(grads["x"].astype(narrow), grads["residual"].astype(narrow))
+    # Of the sum, in the dtype of x: what the call gave beside the sum.
+    summed = {**{n: v for n, v in arrays.items() if n != "residual"}, "x": outs[1]}
+    again, grads = run_vjp(op, summed, implementation, eps=1e-5, dtype=dtype)
+    assert (again.dtype, grads["x"].dtype) == (outs[0].dtype, outs[1].dtype)
+    check.assert_close(again.astype("float32"), outs[0].astype("float32"), 1e-3)
 
 
 # Edges

@@ -339,7 +339,7 @@ class MambaLM(nnx.Module):
                 source = (x, norm) if kind in BLOCKS else ()
                 # The weights' copies in the compute dtype are shared: made again, they would be
                 # copied out of the stacked arrays first.
-                alone = (False, True, True, True, True)
+                alone = (False, True, True, True, (True, False) if source else ())
                 options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
                 apply = jax.checkpoint(mixed, **options)
             out, state = apply(params, normalised, state, numbers[0], source)
@@ -392,10 +392,10 @@ class MambaLM(nnx.Module):
         return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
 
     def _normalise(self, x: jax.Array, norm: jax.Array) -> jax.Array:
-        """Normalises the stream once more, by XLA, which rounds as it normalises."""
-        options: Any = {"eps": self.config.eps, "implementation": "xla"}
-        normalised = jaxkern.rms_norm(x, whole_beside(norm, x), **options)
-        return normalised.astype(self.options.policy.compute)
+        """Normalises the stream once more."""
+        options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
+        dtype = self.options.policy.compute
+        return jaxkern.rms_norm(x, whole_beside(norm, x), dtype=dtype, **options)
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""

@@ -355,7 +355,8 @@ def launch_fwd(
     tile = tile or tiles.forward(tiles.NormSizes.of(options, inputs, _FORWARD_STREAMS, _PARAMS))
     full = grouped_type(options, tile, x)
     stat = jax.ShapeDtypeStruct(full.shape[:2], jnp.float32)
-    outs: dict[str, Any] = {"out": full, "h": None, "mean": None, "rstd": stat}
+    out = full.update(dtype=jnp.dtype(options.out_dtype or x.dtype))
+    outs: dict[str, Any] = {"out": out, "h": None, "mean": None, "rstd": stat}
     if residual is not None:
         outs["h"] = full.update(dtype=jnp.promote_types(x.dtype, residual.dtype))
     if options.centered:

@@ -33,8 +33,10 @@ Transformers are SSMs, 2024, arXiv:2405.21060.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxkern.core.arguments import (
+    check_dtype,
     check_floating,
     check_integer,
     check_number,
@@ -71,6 +73,7 @@ def rms_norm(
     gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Normalise the last axis of `x` by its root mean square.
@@ -82,7 +85,7 @@ def rms_norm(
     `gate_activation`.
 
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
-    rounded once, to the dtype of `x`. For the backward, the arguments and one fp32 number per row
+    rounded once, to `dtype`. For the backward, the arguments and one fp32 number per row
     are kept. A row with a NaN or an infinity does not touch the others' results or gradients,
     except the gradients of `weight` and `bias`, which sum over rows. Squares overflow beyond 1e19,
     which bf16 and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every
@@ -108,12 +111,13 @@ def rms_norm(
         Mamba-2.
       norm_before_gate: whether the gate multiplies the result or, if false, the input.
       group_size: elements that are normalised together, a divisor of N; ``None`` for all N.
+      dtype: of the result, one of those dtypes; ``None`` for that of `x`.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
         the fastest: the kernels on an NVIDIA GPU of compute capability 8.0 or newer, plain JAX
         elsewhere.
 
     Returns:
-      (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
+      (..., N), in `dtype`. With `residual`, also the sum x + residual.
 
     Raises:
       TypeError: an argument is not an array of a floating dtype, or not a Python number.
@@ -134,7 +138,7 @@ def rms_norm(
       <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     arrays = x, weight, bias, residual, gate
-    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype
     return _norm("rms_norm", arrays, settings, implementation)
 
 
@@ -152,6 +156,7 @@ def layer_norm(
     gate_activation: Activation = "silu",
     norm_before_gate: bool = True,
     group_size: int | None = None,
+    dtype: Any = None,
     implementation: Implementation | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Normalise the last axis of `x` to mean 0 and variance 1.
@@ -169,13 +174,13 @@ def layer_norm(
       x: (..., N), bfloat16, float16 or float32.
       weight, bias: (N,), any of those dtypes, or ``None``.
       eps: added to the variance.
-      weight_offset, activation, gate_activation, norm_before_gate, group_size: as for
+      weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype: as for
         :func:`rms_norm`.
       residual, gate: the shape of `x`, any of those dtypes; as for :func:`rms_norm`.
       implementation: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
-      (..., N), the dtype of `x`. With `residual`, also the sum x + residual.
+      (..., N), in `dtype`. With `residual`, also the sum x + residual.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as :func:`rms_norm` does.
@@ -190,13 +195,13 @@ def layer_norm(
       Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
     """
     arrays = x, weight, bias, residual, gate
-    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size
+    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype
     return _norm("layer_norm", arrays, settings, implementation)
 
 
 def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
     x, weight, bias, residual, gate = arrays
-    eps, weight_offset, activation, gate_activation, norm_before_gate, group_size = settings
+    eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype = settings
     x = check_floating("x", x)
     if x.ndim == 0:
         raise ValueError("x must have at least one axis to normalise, got a scalar")
@@ -228,6 +233,7 @@ def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
             op=op,
             slower=_slower(group_size),
         ),
+        out_dtype=None if dtype is None else _check_dtype(dtype),
     )
     arrays = (x, residual, weight, bias, gate)
     if options.mode == "xla":
@@ -235,6 +241,13 @@ def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
     else:
         out, h = _pair_jit(*arrays, options)
     return out if residual is None else (out, h)
+
+
+def _check_dtype(dtype: Any) -> str:
+    found = check_dtype("dtype", dtype)
+    if not jnp.issubdtype(found, jnp.floating):
+        raise TypeError(f"dtype must be a floating dtype, got {found}; e.g. jnp.bfloat16")
+    return str(found)
 
 
 def _check_group_size(group_size: Any, n: int) -> int:

@@ -35,6 +35,7 @@ class NormOptions:
       x_dtype: of `x` and its gradient.
       residual_dtype: of `residual` and its gradient; None without one.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
+      out_dtype: of the result; None for that of `x`.
     """
 
     op: str
@@ -48,6 +49,7 @@ class NormOptions:
     x_dtype: str
     residual_dtype: str | None
     mode: Mode
+    out_dtype: str | None = None
 
     @property
     def separate_dresidual(self) -> bool:
@@ -196,7 +198,9 @@ def reference_fwd(
     rstd = lax.rsqrt(rows.mean(options, xhat * xhat) + options.eps)
     xhat = (xhat * rows.own(options, rstd, v)[..., None]).reshape(x.shape)
     scale = _scale(options, weight)
-    out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(x.dtype)
+    out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(
+        options.out_dtype or x.dtype
+    )
     return out, None if residual is None else h, mean, rstd
 
 
