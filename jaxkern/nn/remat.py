@@ -3,8 +3,8 @@
     layer = jax.checkpoint(layer, policy=jaxkern.nn.remat.CHEAP)
 
 Without ``jax.checkpoint`` a Mamba block keeps, in units of its B · L · E inner elements in the
-compute dtype, 5: what `in_proj` gives (2), the convolution, the step sizes and what `out_proj`
-multiplies; and the states of the scan, 4 · N / 8 bytes an element.
+compute dtype, 4: what `in_proj` gives (2), the convolution and the step sizes; and the states of
+the scan, 4 · N / 32 bytes an element. What `out_proj` multiplies the scan's backward gives again.
 
 ==========  =======================================================  ============================
 policy      keeps                                                    computes again
