@@ -84,7 +84,8 @@ POLICIES = {
 """The results that a layer keeps for the backward."""
 
 _FASTEST = 8
-"""Steps between the saved states of Mamba's scan, where speed alone counts."""
+"""Steps between the saved states of Mamba's scan, where speed alone counts, or a layer's states are
+there only while its gradients are computed."""
 
 _SMALL = 1 << 19
 """Bytes of a layer's parameter up to which decoding has a copy of it."""
@@ -327,9 +328,9 @@ class MambaLM(nnx.Module):
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
             def mixed(params, x, state, number, source):
                 block = nnx.merge(split[kind][0], self._gathered(params, without="norm"))
-                more = {"remade": (self._normalise, source)} if source else {}
-                if remat == "none" and kind == "mamba" and state is None:  # not read as a prompt
-                    more = {"checkpoint_every": _FASTEST}
+                more: Any = {"remade": (self._normalise, source)} if source else {}
+                if remat != "cheap" and kind == "mamba" and state is None:  # not read as a prompt
+                    more["checkpoint_every"] = _FASTEST
                 return mix(block, x, state, number, **more)
 
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
