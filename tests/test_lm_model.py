@@ -456,8 +456,8 @@ def test_training_by_the_kernels_is_as_near_to_fp32_as_in_plain_jax(precision):
     ("remat", "again"),
     [
         ("none", ""),
-        ("cheap", "causal_conv1d"),
-        ("scan", "causal_conv1d selective_scan"),
+        ("cheap", "rms_norm causal_conv1d"),
+        ("scan", "rms_norm causal_conv1d selective_scan"),
         ("layer", "rms_norm causal_conv1d selective_scan"),
     ],
 )
