@@ -102,9 +102,9 @@ def test_a_step_exchanges_what_its_mesh_needs_and_no_more():
     exchanging = lambda kind: {name for name, found in held.items() if kind in found["collectives"]}
     assert not exchanging("all-to-all")
     assert exchanging("collective-permute") == {name for name in held if "sequence=" in name}
-    # Of sequences the gradients, the scan's carries and the filter's last inputs each way, these
-    # also where the convolution is computed again; of tensor two products of a block each way,
-    # embedding and loss, and the gradients' norm.
+    # Devices that split sequences exchange the gradients, the scan's carries and the filter's last
+    # inputs each way, these also where the convolution is computed again; those of tensor two
+    # products of a block each way, embedding and loss, and the gradients' norm.
     sharded = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
     of_sequences = {"all-reduce": 1, "all-gather": 2, "collective-permute": 3}
     wanted = {"data=8": {"all-reduce": 1}, "fsdp=8": sharded, "fsdp=64": sharded}

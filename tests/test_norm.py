@@ -217,11 +217,13 @@ def test_norm_mixed_dtypes(op, dtype, other, implementation):
         assert grad.dtype == arrays[name].dtype
     narrow = min(dtype, other, key=lambda d: jnp.dtype(d).itemsize)
     np.testing.assert_array_equal(grads["x"].astype(narrow), grads["residual"].astype(narrow))
-    # Of the sum, in the dtype of x: what the call gave beside the sum.
+    # The norm of the sum alone, in the dtype of x, is what the call gave beside the sum.
     summed = {**{n: v for n, v in arrays.items() if n != "residual"}, "x": outs[1]}
     again, grads = run_vjp(op, summed, implementation, eps=1e-5, dtype=dtype)
     assert (again.dtype, grads["x"].dtype) == (outs[0].dtype, outs[1].dtype)
-    check.assert_close(again.astype("float32"), outs[0].astype("float32"), 1e-3)
+    check.assert_close(
+        again.astype("float32"), outs[0].astype("float32"), 2e-6 if dtype == "float32" else 5e-4
+    )
 
 
 # Edges

@@ -425,7 +425,7 @@ class TrainConfig:
         params=float32,compute=bfloat16,output=float32.
       remat: what the backward computes again to save memory: none; cheap, the norm, convolution and
         step sizes of each block; scan, these and its scan; or, which --remat alone means, the
-        layer. auto is cheap for layers of Mamba alone, which lose 3% of their speed, else none.
+        layer. auto is cheap for layers of Mamba alone, which lose 5% of their speed, else none.
       scan_layers: run the layers in a loop: a smaller program, slower steps.
       implementation: of the ops: auto (the fastest), mosaic (GPU kernels), xla.
       devices: how many share each batch, those of all processes, or all; auto is all GPUs or one

@@ -167,7 +167,7 @@ def mamba(
         as is the cache that is returned. See :func:`jaxkern.selective_scan`.
       remade: a function and a tuple of its arguments, arrays that are kept anyway, that gives `x`
         again, in the dtype of the products: the gradient of `in_proj` then takes it from there, and
-        `x` is not kept. Gradients reach `x` as without.
+        `x` is not kept. Gradients reach `x` as without, in reverse mode alone.
       checkpoint_every: of the scan, see :func:`jaxkern.selective_scan`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 

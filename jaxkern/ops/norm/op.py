@@ -85,8 +85,8 @@ def rms_norm(
     `gate_activation`.
 
     Squares, their mean and the products are computed in fp32, whatever the dtypes; the result is
-    rounded once, to `dtype`. For the backward, the arguments and one fp32 number per row
-    are kept. A row with a NaN or an infinity does not touch the others' results or gradients,
+    rounded once, to `dtype`. For the backward, the arguments and one fp32 number per row are kept.
+    A row with a NaN or an infinity does not touch the others' results or gradients,
     except the gradients of `weight` and `bias`, which sum over rows. Squares overflow beyond 1e19,
     which bf16 and float32 hold: such a row becomes 0, or `bias`. The bits are the same on every
     run.

@@ -290,10 +290,9 @@ def advance_chunks(
     at: Callable[[Any], tuple[Steps, Any]],
     rate: list[Registers],
     h: list[Registers],
-    total: Any = None,
-    after: Callable[[Any, list[Registers]], None] = lambda c, h: None,
-) -> tuple[list[Registers], Any]:
-    """The states after the chunks, each given to `after`, and, where asked for, Σdt.
+    total: Registers,
+) -> tuple[list[Registers], Registers]:
+    """The states after the chunks, and Σdt, from those before.
 
     ``at(c)`` are the chunk's steps and their shared sizes.
     """
@@ -308,9 +307,7 @@ def advance_chunks(
         h, total = carry
         for _, (dt, dtx, decay, B, keep) in steps:
             h = advance(decay, dtx, B, states_before(scan, refs, keep, h))
-            if total is not None:
-                total = add_reset(total, keep, dt)
-        after(c, h)
+            total = add_reset(total, keep, dt)
         return h, total
 
     return over_chunks(span, per_tile, load, body, (h, total))
