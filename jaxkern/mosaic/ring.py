@@ -227,7 +227,6 @@ def _where(condition: Any) -> Iterator[None]:
 def ring_scratch(
     stages: int,
     tiles: dict[str, tuple[tuple[int, ...], Any]],
-    prefix: str = "",
     by_lanes: bool = False,
 ) -> dict[str, Any]:
     """The shared memory of a ring, or of several that divide `stages` between them.
@@ -235,14 +234,11 @@ def ring_scratch(
     Args:
       stages: of all rings together.
       tiles: shape and dtype of each array's tile.
-      prefix: of the names.
       by_lanes: whether lanes copy.
     """
-    scratch = {
-        prefix + name: plgpu.SMEM((stages, *shape), dtype) for name, (shape, dtype) in tiles.items()
-    }
+    scratch = {name: plgpu.SMEM((stages, *shape), dtype) for name, (shape, dtype) in tiles.items()}
     barriers = copy_barriers(len(tiles), stages, by_lanes)
-    return scratch | {prefix + name: barrier for name, barrier in barriers.items()}
+    return scratch | barriers
 
 
 def copied_channels(channels: int, arrays: Iterable[jax.Array]) -> int:

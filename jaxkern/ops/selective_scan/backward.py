@@ -163,7 +163,7 @@ def _scratch(call: ScanCall, dout: jax.Array) -> Scratch:
             "before": (groups * CHANNELS * tile.states * LANES,),
             "sums": (added, LANES * tile.sums),
         }
-        return Scratch([call.ring("", chunks, "x dt z B C keep crossed", dout=dout)], own)
+        return Scratch([call.ring(chunks, "x dt z B C keep crossed", dout=dout)], own)
 
     most = scan.per_unit if scan.per_unit > 1 else scan.grid.length
     return call.scratch(min(scan.chunks, most), of_chunks, resident=2)

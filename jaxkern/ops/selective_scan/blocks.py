@@ -240,14 +240,14 @@ def stored(name: str) -> str:
 class TokenTiles:
     """The tiles, of some chunks of token arrays, that a ring of two stages holds."""
 
-    def __init__(self, scan: ScanPlan, prefix: str, chunks: int, arrays: dict[str, Any]):
-        self.scan, self.prefix, self.chunks = scan, prefix, chunks
+    def __init__(self, scan: ScanPlan, chunks: int, arrays: dict[str, Any]):
+        self.scan, self.chunks = scan, chunks
         self.steps = chunks * CHUNK
         self.arrays = {k: v for k, v in arrays.items() if v is not None}
         self.tiles = {name: (self._shape(name), v.dtype) for name, v in self.arrays.items()}
 
     def scratch(self) -> dict[str, Any]:
-        return ring_scratch(2, self.tiles, self.prefix)
+        return ring_scratch(2, self.tiles)
 
     def bytes(self) -> int:
         """The shared memory of the ring."""
@@ -268,8 +268,8 @@ class TokenRing:
         self.of, self.refs, self.smem, self.scan = tiles, refs, smem, scan
         self.chunks, self.steps = tiles.chunks, tiles.steps
         self.at = ScanBlock(scan)
-        self.arrays = {name: getattr(smem, tiles.prefix + name) for name in tiles.arrays}
-        self.arrived = getattr(smem, f"{tiles.prefix}arrived", None)
+        self.arrays = {name: getattr(smem, name) for name in tiles.arrays}
+        self.arrived = getattr(smem, "arrived", None)
 
     def of_blocks(self, scan: ScanPlan) -> "TokenRing":
         return TokenRing(self.of, self.refs, self.smem, scan)
@@ -522,9 +522,9 @@ class ScanCall:
         """The arrays of these names."""
         return {stored(name): self.arrays[stored(name)] for name in names.split()}
 
-    def ring(self, prefix: str, chunks: int, names: str, **others: Any) -> TokenTiles:
+    def ring(self, chunks: int, names: str, **others: Any) -> TokenTiles:
         arrays = {name: self.arrays[stored(name)] for name in names.split()} | others
-        return TokenTiles(self.scan, prefix, chunks, arrays)
+        return TokenTiles(self.scan, chunks, arrays)
 
 
 def _pad(v: Any, *multiples: tuple[int, int]) -> Any:

@@ -72,7 +72,7 @@ def launch_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any
         steps = chunks * CHUNK
         # Values of a step that all lanes of a channel read, and those a lane keeps for itself.
         own = {"shared": shared_size(tile, steps), "own": (steps // tile.steps * 2 * LANES,)}
-        return Scratch([call.ring("", chunks, "x dt z B C keep crossed")], own)
+        return Scratch([call.ring(chunks, "x dt z B C keep crossed")], own)
 
     memory = call.scratch(min(grid.length, grid.units), of_chunks)
     count, initial, starts = options.num_segments, None, None

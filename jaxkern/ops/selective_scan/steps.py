@@ -350,7 +350,7 @@ def launch_carry(
 
     def of_chunks(chunks: int) -> Scratch:
         own = {"shared": shared_size(call.tile, chunks * CHUNK)}
-        return Scratch([call.ring("", chunks, tokens, **others)], own)
+        return Scratch([call.ring(chunks, tokens, **others)], own)
 
     memory = call.scratch(min(grid.length * scan.per_unit, scan.chunks), of_chunks)
     subparts = grid.parts
