@@ -661,20 +661,55 @@ SPLIT_COLUMNS = dataclasses.replace(
     features="n",
     cells=[("features split", None)],
 )
-test_linear_transformations = check.transformations(LINEAR, GATED, ONE_WEIGHT, SPLIT_COLUMNS)
+
+
+def after_norm(x, weight, w, other, residual, gate, implementation="xla"):
+    """Two products in bf16 after a norm, and the sum that it gives."""
+    x, gate, *weights = (v.astype(jnp.bfloat16) for v in (x, gate, w, other))
+    of_norm = {"residual": residual, "gate": gate, "norm_before_gate": False}
+    joined = functools.partial(jaxkern.rms_norm_linear, implementation=implementation)
+    (first, second), h = joined(x, weight, tuple(weights), weight_offset=0.5, **of_norm)
+    return first.astype(jnp.float32) - 2 * second + h.mean(-1, keepdims=True)
+
+
+AFTER_NORM = check.Op(
+    name="rms_norm_linear, gate and residual",
+    call=after_norm,
+    reference=after_norm,
+    arrays=lambda key: tuple(
+        jax.random.normal(jax.random.fold_in(key, i), shape)
+        for i, shape in enumerate([(4, 2, 128), (128,), (128, 8), (128, 8), *[(4, 2, 128)] * 2])
+    ),
+    kernels=("rms_norm_fwd", "rms_norm_bwd"),
+    axes="mtk k kn kn mtk mtk -> mtn",
+    features="k",
+    all_reduces=1,
+    vmaps=[(0, None, None, None, 0, 0), (None, 0, 0, 0, None, None)],
+    tolerance=2.0**-7,
+    once=True,
+    slow=[("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic")],
+    cells=[
+        *(("value", "mosaic"), ("grad", "mosaic"), ("grad(grad)", "mosaic"), ("jvp", "mosaic")),
+        *(("vmap(grad)", "mosaic"), ("checkpoint", None), ("auto mesh", None)),
+        *(("shard_map", None), ("shard_map unchecked", None)),
+        *(("explicit mesh", None), ("features split", None), ("kernels lowered", "mosaic")),
+    ],
+)
+OPS = LINEAR, GATED, ONE_WEIGHT, SPLIT_COLUMNS, AFTER_NORM
+test_linear_transformations = check.transformations(*OPS)
 
 
 # With a norm before
 
 
 def test_norm_and_linear_keep_their_arguments_alone():
-    """And the backward computes the norm again, but no product of the forward."""
+    """And the rows' statistics; the backward runs neither the norm nor a product again."""
     x = jnp.ones((512, 256), jnp.bfloat16)
     weight, bias, w = jnp.ones(256), jnp.zeros(256), jnp.ones((256, 128), jnp.bfloat16)
     arrays = x, weight, bias, w
     kept = jax.eval_shape(lambda *a: jax.vjp(jaxkern.layer_norm_linear, *a)[1], *arrays)
     shapes = sorted(v.shape for v in jax.tree.leaves(kept) if v.size > 1)
-    assert shapes == sorted(v.shape for v in arrays)
+    assert shapes == sorted([*(v.shape for v in arrays), (512, 1), (512, 1)])
 
     def loss(*arrays):
         out = jaxkern.layer_norm_linear(*arrays, implementation="mosaic")
@@ -687,6 +722,7 @@ def test_norm_and_linear_keep_their_arguments_alone():
 
 @combinations("op", ["layer_norm", "rms_norm"], few=1)
 def test_norm_and_linear_are_both(op):
+    """With an activation, for which the backward computes both again."""
     x, w, b = inputs(6, 32, 24, "float32")
     norm = functools.partial(getattr(jaxkern, op), weight_offset=0.5)
     joined = functools.partial(getattr(jaxkern, f"{op}_linear"), weight_offset=0.5)

@@ -32,6 +32,7 @@ from jaxkern.lm.config import BLOCKS, DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
 from jaxkern.nn import remat as policies
 from jaxkern.nn.collectives import whole_beside
+from jaxkern.nn.common import Norm
 from jaxkern.precision import Policy
 
 DECAYED = frozenset(
@@ -326,24 +327,29 @@ class MambaLM(nnx.Module):
         loop = not unroll
 
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
-            def mixed(params, x, state, number, source):
+            def mixed(weights, stream, state, number):
+                params, norm = weights
                 block = nnx.merge(split[kind][0], self._gathered(params, without="norm"))
-                more: Any = {"remade": (self._normalise, source)} if source else {}
+                more: dict[str, Any] = {}
                 if remat != "cheap" and kind == "mamba" and state is None:  # not read as a prompt
                     more["checkpoint_every"] = _FASTEST
-                return mix(block, x, state, number, **more)
+                x, out = stream
+                if norms:
+                    more["norm"] = Norm(norm, x, self.config.eps)
+                out, state = mix(block, out, state, number, **more)
+                return (out[::-1] if norms else (x, out)), state
 
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
-            normalised, x = self._add_and_normalise(stream[0], stream[1], norm)
-            apply, source = mixed, ()
+            # A block whose backward computes it again has no use for what is normalised.
+            apply, norms = mixed, remat in POLICIES and kind in BLOCKS
+            if not norms:
+                stream = self._add_and_normalise(stream[0], stream[1], norm)[::-1]
             if remat in POLICIES:
-                source = (x, norm) if kind in BLOCKS else ()
                 # The weights' copies in the compute dtype are shared: made again, they would be
                 # copied out of the stacked arrays first.
-                alone = (False, True, True, True, (True, False) if source else ())
-                options: Any = {"prevent_cse": not loop and alone, "policy": POLICIES[remat]}
-                apply = jax.checkpoint(mixed, **options)
-            out, state = apply(params, normalised, state, numbers[0], source)
+                alone = not loop and (False, True, True, True)
+                apply = jax.checkpoint(mixed, prevent_cse=alone, policy=POLICIES[remat])
+            (x, out), state = apply((params, norm), stream, state, numbers[0])
             if dropout_key is not None and self.config.dropout:
                 key = jax.random.fold_in(dropout_key, numbers[1])
                 how: Any = {"implementation": self.options.implementation}
@@ -391,12 +397,6 @@ class MambaLM(nnx.Module):
         policy = self.options.policy
         weight = whole_beside(self.output_layer, hidden)
         return policy.cast_to_output(hidden @ policy.cast_to_compute(weight))
-
-    def _normalise(self, x: jax.Array, norm: jax.Array) -> jax.Array:
-        """Normalises the stream once more."""
-        options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
-        dtype = self.options.policy.compute
-        return jaxkern.rms_norm(x, whole_beside(norm, x), dtype=dtype, **options)
 
     def _add_and_normalise(self, x, out, norm) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""

@@ -7,7 +7,6 @@ layer on functions of arrays, which are the same for every library.
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, overload
@@ -26,7 +25,9 @@ from jaxkern.core.arguments import (
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
 from jaxkern.core.kernel_pass import named
-from jaxkern.nn.collectives import leave
+from jaxkern.nn.collectives import enter, leave, whole_beside
+from jaxkern.ops.linear.op import Products
+from jaxkern.ops.norm.op import Settings, norm_then
 
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16), jnp.dtype(jnp.float32))
 
@@ -335,13 +336,84 @@ def projection(implementation: Implementation | None) -> Callable[..., jax.Array
     return lambda *args: jaxkern.linear(*args, implementation=of_products)
 
 
+class Norm(NamedTuple):
+    """The norm before a block, as the block computes it: its result is not kept for the backward.
+
+    Attributes:
+      weight: (D,), of :func:`jaxkern.rms_norm`.
+      residual: (B, L, D), the residual stream, to which the block's input is added first.
+      eps: as for :func:`jaxkern.rms_norm`.
+    """
+
+    weight: jax.Array
+    residual: jax.Array
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _Projections:
+    """Products of a block after a norm, as :func:`jaxkern.ops.norm.op.norm_then` takes them.
+
+    Attributes:
+      products: without what follows.
+      axis_name: the mesh axis over which the matrices' columns are split.
+      of_heads: whether the norm is of heads (..., H, V), and the products of their H · V elements.
+    """
+
+    products: Products
+    axis_name: str | None = None
+    of_heads: bool = False
+
+    def __call__(self, x: jax.Array, weights: Any, biases: Any) -> tuple[jax.Array, ...]:
+        x = x.reshape(*x.shape[:-2], len(weights[0])) if self.of_heads else x
+        return self.products(enter(x, self.axis_name), weights, biases)
+
+
+def project_in(
+    name: str,
+    weights: Any,
+    x: jax.Array,
+    at: Any,
+    norm: Norm | None,
+    axis_name: str | None,
+    implementation: Implementation | None,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
+
+    Of one product the parts would be copied apart, and their gradients together. With `norm` x is
+    added to the residual stream and normalised first, and the sum is returned, too.
+    """
+    columns = tuple(jnp.split(weights.in_proj, at, axis=-1))
+    bias = weights.in_bias
+    biases = (None,) * len(columns) if bias is None else tuple(jnp.split(bias, at))
+    products = Products.of(x, columns, implementation_of_products(implementation))
+    then = _Projections(products, axis_name)
+    if norm is None:
+        return list(named(name, then(x, columns, biases))), None
+    arrays = x, whole_beside(norm.weight, x), None, norm.residual, None
+    of_norm = "rms_norm", arrays, Settings(norm.eps), implementation
+    outs, h = norm_then("rms_norm_linear", *of_norm, then, (columns, biases))
+    return list(named(name, outs)), h
+
+
 def project_out(
-    project: Callable[..., jax.Array], y: jax.Array, weights: Any, axis_name: str | None
+    weights: Any,
+    arrays: Any,
+    settings: Settings,
+    axis_name: str | None,
+    implementation: Implementation | None,
+    of_heads: bool = False,
 ) -> jax.Array:
-    """The output projection of a block; the sum over devices where `axis_name` splits its input."""
-    if axis_name is None:
-        return project(y, weights.out_proj, weights.out_bias)
-    return projected_out(project(y, weights.out_proj), weights, axis_name)
+    """The output projection of a block after an RMS norm of `arrays` and `settings`.
+
+    It is the sum over devices where `axis_name` splits its input.
+    """
+    bias, matrices = weights.out_bias if axis_name is None else None, (weights.out_proj,)
+    products = Products.of(arrays[0], matrices, implementation_of_products(implementation))
+    then = _Projections(products, of_heads=of_heads)
+    of_norm = "rms_norm", arrays, settings, implementation
+    (out,), _ = norm_then("rms_norm_linear", *of_norm, then, (matrices, (bias,)))
+    return out if axis_name is None else projected_out(out, weights, axis_name)
 
 
 def projected_out(out: jax.Array, weights: Any, axis_name: str | None) -> jax.Array:
@@ -350,53 +422,17 @@ def projected_out(out: jax.Array, weights: Any, axis_name: str | None) -> jax.Ar
     return out if weights.out_bias is None else out + weights.out_bias.astype(out.dtype)
 
 
-Remade = tuple[Callable[..., jax.Array], tuple[jax.Array, ...]]
-"""A function and its arguments, that give an array again which is then not kept."""
+def results(out: jax.Array, h: jax.Array | None, after: Any, before: Any) -> Any:
+    """What a block returns: with a norm before it the stream, too, and the cache, if there is one.
 
-
-def project_in(
-    name: str,
-    weights: Any,
-    x: jax.Array,
-    project: Callable[..., jax.Array],
-    at: Any,
-    remade: Remade | None = None,
-) -> list[jax.Array]:
-    """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
-
-    Of one product the parts would be copied apart, and their gradients together. As XLA would make
-    one of several that have an operand in common, each has a copy, which XLA takes for another.
-    With `remade` the gradients of `in_proj` take x from it.
+    The cache `after` is in the dtypes of `before`, if that was given, so that a loop can carry it.
     """
-    count = len(at) + 1
-
-    def products(x: jax.Array, columns: Any, biases: Any) -> list[jax.Array]:
-        # Equal barriers would be one: each is of the copy before.
-        barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
-        copies = itertools.accumulate(range(1, count), barrier, initial=x)
-        return [project(*of) for of in zip(copies, columns, biases, strict=True)]
-
-    columns = jnp.split(weights.in_proj, at, axis=-1)
-    biases = [None] * count if weights.in_bias is None else jnp.split(weights.in_bias, at)
-    if remade is None:
-        return named(name, products(x, columns, biases))
-    make, arrays = remade
-    return named(name, _remaking(products, make)(x, columns, biases, arrays))
-
-
-def _remaking(f: Callable[..., Any], make: Callable[..., jax.Array]) -> Callable[..., Any]:
-    """``f(x, *args)`` as a function of x, args and `arrays`: its backward has x by ``make``."""
-    call = jax.custom_vjp(lambda x, columns, biases, arrays: f(x, columns, biases))
-
-    def fwd(x: Any, *others: Any) -> Any:
-        return call(x, *others), others
-
-    def bwd(others: Any, douts: Any) -> Any:
-        *args, arrays = others
-        return *jax.vjp(f, make(*arrays), *args)[1](douts), None
-
-    call.defvjp(fwd, bwd)
-    return call
+    found = out if h is None else (out, h)
+    if after is None:
+        return found
+    if before is not None:
+        after = jax.tree.map(lambda a, b: a.astype(b.dtype), after, before)
+    return found, after
 
 
 def conv_filter(weights: Any, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
@@ -443,13 +479,6 @@ def prepared(weights: Any, dtype: Any) -> Any:
     weight, bias = conv_filter(weights, dtype)
     rates = {"A": decay_rates(weights)} if hasattr(weights, "A") else {}
     return weights._replace(conv_weight=weight, conv_bias=bias, **rates)
-
-
-def as_before[Cache](after: Cache, before: Cache | None) -> Cache:
-    """The cache `after` in the dtypes of the one that was given, so that a loop can carry it."""
-    if before is None:
-        return after
-    return jax.tree.map(lambda a, b: a.astype(b.dtype), after, before)
 
 
 def decay_rates(weights: Any) -> jax.Array:

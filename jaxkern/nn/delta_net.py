@@ -42,6 +42,7 @@ from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.columns import Columns
 from jaxkern.ops.curves import recomputing
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY
+from jaxkern.ops.norm.op import Settings
 
 
 class Weights(NamedTuple):
@@ -227,7 +228,7 @@ def delta_net(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    remade: common.Remade | None = None,
+    norm: common.Norm | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Gated DeltaNet or KDA block over whole sequences, by the class of `sizes`.
@@ -258,8 +259,8 @@ def delta_net(
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
-    x = enter(common.cast(x, weights, dtype), axis_name)
-    q, k, v, z, small = _project_in(weights, part, x, project, remade)
+    x = common.cast(x, weights, dtype)
+    (q, k, v, z, small), h = _project_in(weights, part, x, norm, axis_name, implementation)
     z, g, beta = _gates(weights, part, z, small, project)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
@@ -275,8 +276,8 @@ def delta_net(
     )
     if return_cache:
         y, state = y
-    out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
-    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
+    out = _project_out(weights, sizes, y, z, axis_name, implementation)
+    return common.results(out, h, Cache(conv, state) if return_cache else None, cache)
 
 
 def delta_net_step(
@@ -313,7 +314,7 @@ def delta_net_step(
         layer=layer,
         implementation=common.implementation_of_products(implementation),
     )
-    out = _project_out(weights, sizes, y, z, project, None, implementation)
+    out = _project_out(weights, sizes, y, z, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
 
 
@@ -335,14 +336,13 @@ def _project_in(
     weights: Weights,
     sizes: Sizes,
     x: jax.Array,
-    project: Callable[..., jax.Array],
-    remade: common.Remade | None,
-) -> list[Any]:
+    *of_in: Any,
+) -> tuple[list[Any], jax.Array | None]:
     """q and k (…, G K), v and z (…, E), of KDA no z but ``None``, and the small columns as one."""
     large = 4 if isinstance(sizes, GatedDeltaNetSizes) else 3
     at = np.cumsum([*sizes.columns.values()])[:large]
-    *inner, small = common.project_in("delta_in_proj", weights, x, project, at, remade)
-    return [*inner, *[None] * (4 - large), small]
+    (*inner, small), h = common.project_in("delta_in_proj", weights, x, at, *of_in)
+    return [*inner, *[None] * (4 - large), small], h
 
 
 def _gates(
@@ -382,20 +382,13 @@ def _project_out(
     sizes: Sizes,
     y: jax.Array,
     z: jax.Array,
-    project: Callable[..., jax.Array],
     axis_name: str | None,
     implementation: Implementation | None,
 ) -> jax.Array:
     """out_proj of the norm of heads y (…, H, V) times the gate."""
-    normalised: Any = jaxkern.rms_norm(
-        y,
-        enter(weights.head_norm, axis_name),
-        eps=sizes.norm_eps,
-        gate=z.reshape(y.shape),
-        gate_activation=sizes.gate,
-        implementation=implementation,
-    )
-    return common.project_out(project, normalised.reshape(z.shape), weights, axis_name)
+    arrays = y, enter(weights.head_norm, axis_name), None, None, z.reshape(y.shape)
+    settings = Settings(sizes.norm_eps, gate_activation=sizes.gate)
+    return common.project_out(weights, arrays, settings, axis_name, implementation, of_heads=True)
 
 
 def _block(name: str, sizes: type[Sizes]) -> Block:

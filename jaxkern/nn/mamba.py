@@ -26,7 +26,7 @@ from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
 from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
-from jaxkern.nn.collectives import add_parts, enter, whole_beside
+from jaxkern.nn.collectives import add_parts, whole_beside
 from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.columns import Columns
 from jaxkern.ops.selective_scan.reference import CHUNK, DEFAULT_CHECKPOINT_EVERY
@@ -142,7 +142,7 @@ def mamba(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    remade: common.Remade | None = None,
+    norm: common.Norm | None = None,
     checkpoint_every: int | None = DEFAULT_CHECKPOINT_EVERY,
     implementation: Implementation | None = None,
 ) -> Any:
@@ -165,15 +165,15 @@ def mamba(
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: `x`
         and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
         as is the cache that is returned. See :func:`jaxkern.selective_scan`.
-      remade: a function and a tuple of its arguments, arrays that are kept anyway, that gives `x`
-        again, in the dtype of the products: the gradient of `in_proj` then takes it from there, and
-        `x` is not kept. Gradients reach `x` as without, in reverse mode alone.
+      norm: the norm before the block, for the block to compute, so that its result is not kept for
+        the backward: `x` is then added to ``norm.residual`` and normalised first, as by
+        :func:`jaxkern.rms_norm`.
       checkpoint_every: of the scan, see :func:`jaxkern.selective_scan`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
-      (B, L, D), in `dtype`; with `return_cache` a pair of it and the cache, in the dtypes of
-      `cache` if one is given.
+      (B, L, D), in `dtype`; with `norm` a pair of it and the sum x + ``norm.residual``. With
+      `return_cache` a pair of that and the cache, in the dtypes of `cache` if one is given.
 
     Raises:
       TypeError: `x` is complex, `cache` not a cache, or an option of another type.
@@ -183,9 +183,9 @@ def mamba(
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
-    x = enter(common.cast(x, weights, dtype), axis_name)
-    at = [weights.in_proj.shape[-1] // 2]
-    u, z = common.project_in("mamba_in_proj", weights, x, project, at, remade)  # (B, L, E) each
+    x, at = common.cast(x, weights, dtype), [weights.in_proj.shape[-1] // 2]
+    of_in = norm, axis_name, implementation
+    (u, z), h = common.project_in("mamba_in_proj", weights, x, at, *of_in)  # (B, L, E) each
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
@@ -201,7 +201,7 @@ def mamba(
     if return_cache:
         out, state = out
     out = common.projected_out(out, weights, axis_name)
-    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
+    return common.results(out, h, Cache(conv, state) if return_cache else None, cache)
 
 
 def mamba_step(

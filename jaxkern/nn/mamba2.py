@@ -27,9 +27,10 @@ import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
 from jaxkern.nn import common
-from jaxkern.nn.collectives import add_parts, enter, whole_beside
+from jaxkern.nn.collectives import add_parts, whole_beside
 from jaxkern.nn.common import Block, Initial
 from jaxkern.ops.columns import Columns
+from jaxkern.ops.norm.op import Settings
 from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.ssd.reference import DEFAULT_CHECKPOINT_EVERY
 
@@ -174,7 +175,7 @@ def mamba2(
     isolate_nan: bool = True,
     axis_name: str | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-    remade: common.Remade | None = None,
+    norm: common.Norm | None = None,
     implementation: Implementation | None = None,
 ) -> Any:
     """A Mamba-2 block over whole sequences.
@@ -193,13 +194,10 @@ def mamba2(
     common.check_options(axis_name, return_cache=return_cache, isolate_nan=isolate_nan)
     x = BLOCK.check_call(sizes, x, cache, segment_ids, ("B L D",))
     weights = whole_beside(weights, x)
-    project = common.projection(implementation)
     part = sizes if axis_name is None else _of_device(weights, sizes)
-    x = enter(common.cast(x, weights, dtype), axis_name)
-    at = [part.d_inner, 2 * part.d_inner]
-    z, u, small = common.project_in(
-        "mamba_in_proj", weights, x, project, at, remade
-    )  # (B, L, E) two
+    x, at = common.cast(x, weights, dtype), [part.d_inner, 2 * part.d_inner]
+    of_in = norm, axis_name, implementation
+    (z, u, small), h = common.project_in("mamba_in_proj", weights, x, at, *of_in)  # (B, L, E) two
     v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)  # (B, L, 2 G N), (B, L, H)
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
@@ -218,8 +216,8 @@ def mamba2(
     )
     if return_cache:
         y, state = y
-    out = _project_out(weights, sizes, y, z, project, axis_name, implementation)
-    return (out, common.as_before(Cache(conv, state), cache)) if return_cache else out
+    out = _project_out(weights, sizes, y, z, axis_name, implementation)
+    return common.results(out, h, Cache(conv, state) if return_cache else None, cache)
 
 
 def mamba2_step(
@@ -256,7 +254,7 @@ def mamba2_step(
         layer=layer,
         implementation=common.implementation_of_products(implementation),
     )
-    out = _project_out(weights, sizes, y, z, project, None, implementation)
+    out = _project_out(weights, sizes, y, z, None, implementation)
     return out, Cache(conv, state.astype(cache.scan.dtype))
 
 
@@ -279,7 +277,6 @@ def _project_out(
     sizes: Sizes,
     y: Any,
     z: Any,
-    project: Any,
     axis_name: str | None,
     implementation: Any,
 ) -> jax.Array:
@@ -289,17 +286,11 @@ def _project_out(
     group_size = sizes.d_inner // groups
     if axis_name is not None and group_size > z.shape[-1]:
         y = _norm_over_devices(y, z, weights.norm_weight, sizes, axis_name)
-    else:
-        y = jaxkern.rms_norm(
-            y,
-            weights.norm_weight,
-            eps=sizes.norm_eps,
-            gate=z,
-            norm_before_gate=False,
-            group_size=group_size,
-            implementation=implementation,
-        )
-    return common.project_out(project, y, weights, axis_name)
+        out = common.projection(implementation)(y, weights.out_proj)
+        return common.projected_out(out, weights, axis_name)
+    arrays = y, weights.norm_weight, None, None, z
+    settings = Settings(sizes.norm_eps, norm_before_gate=False, group_size=group_size)
+    return common.project_out(weights, arrays, settings, axis_name, implementation)
 
 
 def _norm_over_devices(

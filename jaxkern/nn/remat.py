@@ -4,13 +4,15 @@
 
 Without ``jax.checkpoint`` a Mamba block keeps, in units of its B · L · E inner elements in the
 compute dtype, 4: what `in_proj` gives (2), the convolution and the step sizes; and the states of
-the scan, 4 · N / 32 bytes an element. What `out_proj` multiplies the scan's backward gives again.
+the scan, 4 · N / 32 bytes an element. What `out_proj` multiplies the scan's backward gives again,
+of the other blocks that of their gated norm; and so does a norm before a block, where the block
+computes it (`norm`).
 
 ==========  =======================================================  ============================
 policy      keeps                                                    computes again
 ==========  =======================================================  ============================
 `CHEAP`     results of `in_proj`, `x_proj` and the scan, its states  convolution, step sizes, and
-                                                                     norms, activations, casts
+                                                                     activations, casts
 `SCAN`      results of `in_proj` and `x_proj`                        these and the scan
 ``None``    nothing, which is the default of ``jax.checkpoint``      all, `in_proj`, too
 ==========  =======================================================  ============================
@@ -24,10 +26,11 @@ nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a po
 import jax
 
 _PRODUCTS = ("mamba_in_proj", "mamba_x_proj", "delta_in_proj")
+_NORMS = ("rms_norm_linear",)  # the sum and the statistics that a norm before products keeps
 _SCANS = ("selective_scan", "ssd", "gated_delta_rule")
 
-SCAN = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS)
+SCAN = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, *_NORMS)
 """Keeps the products that a block begins with, and computes all else again."""
 
-CHEAP = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, *_SCANS)
+CHEAP = jax.checkpoint_policies.save_only_these_names(*_PRODUCTS, *_NORMS, *_SCANS)
 """Keeps these and the scan's results, and computes again what waits for memory alone."""

@@ -22,6 +22,7 @@ elements, and an accumulator 2·K·N in fp32.
 """
 
 import dataclasses
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -44,7 +45,7 @@ from jaxkern.ops.linear.products import (
     check_operands,
     unsupported,
 )
-from jaxkern.ops.norm import layer_norm, rms_norm
+from jaxkern.ops.norm.op import Settings, norm_then
 
 
 @public_op
@@ -122,7 +123,11 @@ def linear(
         )
     mode = resolve(implementation, unsupported(x=x, weight=weight), op="linear")
     options = LinearOptions(curve, False, precision, str(summed), mode)
-    if mode == "xla" and accumulator is None:
+    return _product(x, weight, bias, accumulator, options)
+
+
+def _product(x: Any, weight: Any, bias: Any, accumulator: Any, options: LinearOptions) -> jax.Array:
+    if options.mode == "xla" and accumulator is None:
         return named("linear", products.reference_forward(options, x, weight, bias)[0])
     return _linear_jit(x, weight, bias, accumulator, options)
 
@@ -308,39 +313,86 @@ BACKWARD = {weights: _backward(weights) for weights in (1, 2)}
 """By the number of weights that multiply the same x."""
 
 
-# A norm and the linear layer after it. The backward normalises again instead of keeping the result.
+# A norm and the linear layers after it, which do not keep its result
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products of one array with several matrices, as a function for :func:`norm_then`.
+
+    Attributes:
+      options: of each.
+    """
+
+    options: LinearOptions
+
+    @classmethod
+    def of(
+        cls,
+        x: jax.Array,
+        weights: Any,
+        implementation: Implementation | None,
+        activation: Activation | None = None,
+        precision: Any = None,
+    ) -> "Products":
+        """Products of arrays of the dtype of `x` with `weights`; the rest is as for linear."""
+        reasons = [unsupported(x=x, weight=weight) for weight in weights]
+        reason = next(filter(None, reasons), None)
+        mode = resolve(implementation, reason, op="linear")
+        return cls(LinearOptions(check_activation(activation), False, precision, "float32", mode))
+
+    def __call__(self, x: jax.Array, weights: Any, biases: Any) -> tuple[jax.Array, ...]:
+        """x (..., K) times each of `weights` (K, N), plus each of `biases` (N,) or ``None``.
+
+        As XLA would make one product of several that have an operand in common, and copy its parts
+        apart, each has a copy of x, which XLA takes for another. Equal barriers would be one: each
+        is of the copy before.
+        """
+        barrier = lambda copy, _: jax.lax.optimization_barrier(copy)
+        copies = itertools.accumulate(weights[1:], barrier, initial=x)
+        each = zip(copies, weights, biases, strict=True)
+        return tuple(_product(*of, None, self.options) for of in each)
 
 
 @public_op
 def rms_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
-    w: jax.Array,
-    b: jax.Array | None = None,
+    w: Any,
+    b: Any = None,
     *,
     bias: jax.Array | None = None,
     eps: float = 1e-6,
     weight_offset: float = 0.0,
+    residual: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
     activation: Activation | None = None,
     precision: Any = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
-    r"""RMS norm and a linear layer: ``linear(rms_norm(x, weight), w, b)``.
+) -> Any:
+    r"""RMS norm and linear layers: ``linear(rms_norm(x, weight), w, b)``.
 
-    The normalised x is not kept for the backward: 2·M·K bytes less in 16 bits.
+    The normalised x, 2·M·K bytes in 16 bits, is not kept for the backward: the norm's kernel, which
+    computes it anyway, writes it again for the gradient of `w`. With an `activation`, or where the
+    norm runs in plain JAX, it is computed again.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
       weight: (K,), of the norm, or ``None``.
-      w: (K, N), of the linear layer.
-      b: (N,) or ``None``.
+      w: (K, N), of the linear layer; or a tuple of such matrices, of any N, for as many products.
+      b: (N,) or ``None``; with several matrices a tuple of as many, or ``None``.
       bias: (K,), of the norm, or ``None``.
-      eps, weight_offset: as for :func:`jaxkern.rms_norm`.
+      eps, weight_offset, residual, gate, gate_activation, norm_before_gate, group_size: as for
+        :func:`jaxkern.rms_norm`.
       activation, precision: as for :func:`jaxkern.linear`.
       implementation: of both, as for each.
 
     Returns:
-      (..., N), the dtype of `x`.
+      (..., N), the dtype of `x`; a tuple of them for a tuple of matrices. With `residual`, a pair
+      of that and the sum x + residual.
 
     Raises:
       TypeError, ValueError, NotImplementedError: as both.
@@ -350,12 +402,12 @@ def rms_norm_linear(
       >>> x, w = jnp.ones((2, 8, 64), jnp.bfloat16), jnp.ones((64, 128))
       >>> jaxkern.rms_norm_linear(x, jnp.ones(64), w).shape
       (2, 8, 128)
+      >>> (q, k), x = jaxkern.rms_norm_linear(x, jnp.ones(64), (w, w), residual=x)
     """
-    of_norm = {"eps": eps, "weight_offset": weight_offset}
-    of_linear = {"activation": activation, "precision": precision}
-    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
-    out = _normed(rms_norm, of_norm, of_linear, implementation, arrays)
-    return named("rms_norm_linear", out)
+    arrays = x, weight, bias, residual, gate
+    settings = Settings(eps, weight_offset, None, gate_activation, norm_before_gate, group_size)
+    of_linear = implementation, activation, precision
+    return _normed("rms_norm", arrays, settings, w, b, of_linear)
 
 
 @public_op
@@ -363,16 +415,21 @@ def layer_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
     bias: jax.Array | None,
-    w: jax.Array,
-    b: jax.Array | None = None,
+    w: Any,
+    b: Any = None,
     *,
     eps: float = 1e-5,
     weight_offset: float = 0.0,
+    residual: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_activation: Activation = "silu",
+    norm_before_gate: bool = True,
+    group_size: int | None = None,
     activation: Activation | None = None,
     precision: Any = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
-    r"""Layer norm and a linear layer: ``linear(layer_norm(x, weight, bias), w, b)``.
+) -> Any:
+    r"""Layer norm and linear layers: ``linear(layer_norm(x, weight, bias), w, b)``.
 
     Arguments, result and errors are as for :func:`rms_norm_linear`; `bias` may be ``None``.
 
@@ -382,25 +439,30 @@ def layer_norm_linear(
       >>> jaxkern.layer_norm_linear(x, jnp.ones(64), jnp.zeros(64), w).shape
       (2, 8, 128)
     """
-    of_norm = {"eps": eps, "weight_offset": weight_offset}
-    of_linear = {"activation": activation, "precision": precision}
-    arrays = {"x": x, "weight": weight, "bias": bias, "w": w, "b": b}
-    out = _normed(layer_norm, of_norm, of_linear, implementation, arrays)
-    return named("layer_norm_linear", out)
+    arrays = x, weight, bias, residual, gate
+    settings = Settings(eps, weight_offset, None, gate_activation, norm_before_gate, group_size)
+    of_linear = implementation, activation, precision
+    return _normed("layer_norm", arrays, settings, w, b, of_linear)
 
 
-def _normed(
-    norm: Any, of_norm: Any, of_linear: Any, implementation: Any, arrays: dict[str, Any]
-) -> jax.Array:
-    """A product after a norm, the result of which the backward computes again."""
-
-    def call(x: Any, weight: Any, bias: Any, w: Any, b: Any) -> Any:
-        normed = norm(x, weight, bias, **of_norm, implementation=implementation)
-        return linear(normed, w, b, **of_linear, implementation=implementation)
-
-    # ``jax.checkpoint`` takes nothing but arrays, and its errors do not name them.
-    given = {n: None if a is None else check_floating(n, a) for n, a in arrays.items()}
-    given["x"], given["w"] = check_operands(given["x"], given["w"], "w")
-    columns = given["w"].shape[1:]
-    given["b"] = check_optional("b", given["b"], columns, "(N,), N the last axis of w")
-    return jax.checkpoint(call)(*given.values())
+def _normed(norm: str, arrays: Any, settings: Settings, w: Any, b: Any, of_linear: Any) -> Any:
+    """Products after a norm, the result of which is not kept."""
+    several = isinstance(w, tuple | list)
+    weights = tuple(w) if several else (w,)
+    biases = (None,) * len(weights) if b is None else tuple(b) if several else (b,)
+    if not weights or len(biases) != len(weights):
+        raise ValueError(
+            f"w and b must have as many arrays, at least one; got {len(weights)} and {len(biases)}"
+        )
+    x = check_floating("x", arrays[0])
+    weights = tuple(check_operands(x, w, "w")[1] for w in weights)
+    shape = "(N,), N the last axis of w"
+    biases = tuple(
+        check_optional("b", b, w.shape[1:], shape) for w, b in zip(weights, biases, strict=True)
+    )
+    of_norm = norm, (x, *arrays[1:]), settings, of_linear[0]
+    then = Products.of(x, weights, *of_linear)
+    again = then.options.activation is not None
+    outs, h = norm_then(f"{norm}_linear", *of_norm, then, (weights, biases), again=again)
+    outs = outs if several else outs[0]
+    return outs if h is None else (outs, h)

@@ -355,7 +355,7 @@ def launch_fwd(
     tile = tile or tiles.forward(tiles.NormSizes.of(options, inputs, _FORWARD_STREAMS, _PARAMS))
     full = grouped_type(options, tile, x)
     stat = jax.ShapeDtypeStruct(full.shape[:2], jnp.float32)
-    out = full.update(dtype=jnp.dtype(options.out_dtype or x.dtype))
+    out = full.update(dtype=jnp.dtype(options.result_dtype))
     outs: dict[str, Any] = {"out": out, "h": None, "mean": None, "rstd": stat}
     if residual is not None:
         outs["h"] = full.update(dtype=jnp.promote_types(x.dtype, residual.dtype))
@@ -546,9 +546,9 @@ def launch_bwd(
     inputs = {"h": h, "weight": weight, "bias": bias, "gate": gate, "mean": mean, "rstd": rstd}
     inputs |= {"dout": dout, "dh": dh}
     gradients = {f"d{k}": inputs[k] for k in ("weight", "bias") if inputs[k] is not None}
-    # The bias is read only where what follows it has a slope.
+    # The bias is read only where what follows it has a slope, or is wanted.
     sloped = options.activation or (gate is not None and options.norm_before_gate)
-    params = ["weight", "bias"] if sloped else ["weight"]
+    params = ["weight", "bias"] if sloped or options.output else ["weight"]
     tile = tiles.backward(
         tiles.NormSizes.of(options, inputs, _BACKWARD_STREAMS, params), len(gradients)
     )
@@ -560,6 +560,7 @@ def launch_bwd(
         outs["dresidual"] = full.update(dtype=jnp.dtype(options.residual_dtype))
     if gate is not None:
         outs["dgate"] = full.update(dtype=gate.dtype)
+    outs["out"] = full.update(dtype=jnp.dtype(options.result_dtype)) if options.output else None
     results = launch(
         lambda block: _Backward(block).run(),
         f"{options.op}_bwd",
@@ -581,6 +582,7 @@ def launch_bwd(
         without_groups(options, totals.get("dweight"), n),
         without_groups(options, totals.get("dbias"), n),
         without_groups(options, results["dgate"], h.shape),
+        without_groups(options, results["out"], h.shape),
     )
 
 
@@ -685,6 +687,10 @@ class _Backward:
             w = self._compute(tile, j)
             if w.dgate is not None:
                 self._store(self.block.ref.dgate, tile, j, w.dgate)
+            if self.block.ref.out is not None:
+                scale, bias = self.params.window(j)
+                out = output(self.options, w.xhat, scale, bias, w.gate, self.curves)
+                self._store(self.block.ref.out, tile, j, out)
             if dweight:
                 added = regs.without_repeated(stream.index(tile.k), m, w.dy * w.xhat)
                 dweight[j] = pinned(regs.add_to_param_sum(dweight[j], added))

@@ -19,7 +19,8 @@ and where the gate comes first, dy = dout · f'(y), dx = dv · s(gate) + dh, dga
 s'(gate).
 
 Saved for the backward: the arguments (with a residual, h in place of x and residual: it is returned
-anyway), mean and rstd (fp32, one each per row or group); the rest is recomputed.
+anyway), mean and rstd (fp32, one each per row or group); the rest is recomputed. A product that
+takes the result keeps it as well, but for :func:`norm_then`: there the backward writes it again.
 
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A residual adds 2 and 1, a gate 1 and 2. With some 5 operations per element forward
@@ -30,7 +31,9 @@ and Hinton, Layer Normalization, 2016, arXiv:1607.06450; for the gate and the gr
 Transformers are SSMs, 2024, arXiv:2405.21060.
 """
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +60,18 @@ from jaxkern.ops.norm.reference import (
     reference_bwd,
     reference_fwd,
 )
+
+
+class Settings(NamedTuple):
+    """The arguments of a norm that are no arrays, as for :func:`rms_norm`."""
+
+    eps: float
+    weight_offset: float = 0.0
+    activation: Activation | None = None
+    gate_activation: Activation = "silu"
+    norm_before_gate: bool = True
+    group_size: int | None = None
+    dtype: Any = None
 
 
 @residual_op
@@ -138,7 +153,8 @@ def rms_norm(
       <https://arxiv.org/abs/1910.07467>`_, 2019.
     """
     arrays = x, weight, bias, residual, gate
-    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype
+    gated = gate_activation, norm_before_gate
+    settings = Settings(eps, weight_offset, activation, *gated, group_size, dtype)
     return _norm("rms_norm", arrays, settings, implementation)
 
 
@@ -195,11 +211,27 @@ def layer_norm(
       Ba, Kiros and Hinton, `Layer Normalization <https://arxiv.org/abs/1607.06450>`_, 2016.
     """
     arrays = x, weight, bias, residual, gate
-    settings = eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype
+    gated = gate_activation, norm_before_gate
+    settings = Settings(eps, weight_offset, activation, *gated, group_size, dtype)
     return _norm("layer_norm", arrays, settings, implementation)
 
 
-def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
+def _norm(op: str, arrays: Any, settings: Settings, implementation: Any) -> Any:
+    arrays, options = _checked(op, arrays, settings, implementation)
+    out, h = _pair(arrays, options)
+    return out if h is None else (out, h)
+
+
+def _pair(arrays: Any, options: NormOptions) -> tuple[Any, Any]:
+    if options.mode == "xla":
+        return named(options.op, reference_fwd(options, *arrays))[:2]
+    return _pair_jit(*arrays, options)
+
+
+def _checked(
+    op: str, arrays: Any, settings: Settings, implementation: Any
+) -> tuple[Any, NormOptions]:
+    """The arrays of the passes, and their options."""
     x, weight, bias, residual, gate = arrays
     eps, weight_offset, activation, gate_activation, norm_before_gate, group_size, dtype = settings
     x = check_floating("x", x)
@@ -235,12 +267,7 @@ def _norm(op: str, arrays: Any, settings: Any, implementation: Any) -> Any:
         ),
         out_dtype=None if dtype is None else _check_dtype(dtype),
     )
-    arrays = (x, residual, weight, bias, gate)
-    if options.mode == "xla":
-        out, h, _, _ = named(op, reference_fwd(options, *arrays))
-    else:
-        out, h = _pair_jit(*arrays, options)
-    return out if residual is None else (out, h)
+    return (x, residual, weight, bias, gate), options
 
 
 def _check_dtype(dtype: Any) -> str:
@@ -281,19 +308,78 @@ def _pair_bwd(options, res, cotangents):
     x, residual = (h, None) if summands is None else summands
     dout, dh = cotangents
     arrays = (h, weight, bias, gate, mean, rstd, dout, dh)
-    dx, dresidual, dweight, dbias, dgate = BACKWARD(options, *arrays)
+    dx, dresidual, *others, out = BACKWARD(options, *arrays)
     if residual is not None and dresidual is None:
         dresidual = dx
-    return (
-        match_primal(dx, x),
-        match_primal(dresidual, residual),
-        match_primal(dweight, weight),
-        match_primal(dbias, bias),
-        match_primal(dgate, gate),
-    )
+    args = (x, residual, weight, bias, gate)
+    grads = tuple(map(match_primal, (dx, dresidual, *others), args))
+    return (*grads, out) if options.output else grads
 
 
 _pair_jit = Differentiable(_pair_fwd, _pair_bwd)
+
+
+# A norm and what takes its result, whose gradients have it from the norm's backward
+
+
+def norm_then(
+    op: str,
+    norm: str,
+    arrays: Any,
+    settings: Settings,
+    implementation: Any,
+    then: Callable[..., Any],
+    operands: Any,
+    *,
+    again: bool = False,
+) -> tuple[Any, Any]:
+    """``then(out, *operands)`` of the result of a norm, which is not kept, and x + residual.
+
+    Args:
+      op, norm: the names of the public function, and of the norm.
+      arrays: x, weight, bias, residual and gate of the norm.
+      settings, implementation: of the norm.
+      then: a hashable function without arrays of its own, whose derivative by its first argument
+        does not depend on this argument: a product.
+      operands: of `then`, trees of arrays.
+      again: whether the backward computes norm and `then` again, as it does in plain JAX. The
+        derivative of `then` may be any.
+    """
+    arrays, options = _checked(norm, arrays, settings, implementation)
+
+    def call(arrays: Any, operands: Any) -> Any:
+        out, h = _pair(arrays, options)
+        return then(out, *operands), h
+
+    if again or options.mode == "xla":
+        return named(op, jax.checkpoint(call)(arrays, operands))
+    return _then_jit(*arrays, operands, op, options, then)
+
+
+def _then(x, residual, weight, bias, gate, operands, op, options, then):
+    out, h = _pair_jit(x, residual, weight, bias, gate, options)
+    return named(op, (then(out, *operands), h))
+
+
+def _then_fwd(x, residual, weight, bias, gate, operands, op, options, then):
+    (out, h), (kept, *others) = _pair_fwd(x, residual, weight, bias, gate, options)
+    *others, mean, rstd = others
+    outs, of_residual, *statistics = named(op, (then(out, *operands), h, mean, rstd))
+    kept = kept if h is None else of_residual
+    return (outs, of_residual), ((kept, *others, *statistics), operands)
+
+
+def _then_bwd(op, options, then, res, cotangents):
+    of_norm, operands = res
+    douts, dh = cotangents
+    unread = jnp.zeros_like(of_norm[0], options.result_dtype)
+    [dout] = jax.vjp(lambda out: then(out, *operands), unread)[1](douts)
+    with_output = dataclasses.replace(options, output=True)
+    *grads, out = _pair_bwd(with_output, of_norm, (dout, dh))
+    return *grads, jax.vjp(lambda *given: then(out, *given), *operands)[1](douts)
+
+
+_then_jit = Differentiable(_then_fwd, _then_bwd, _then, options=3)
 
 
 FORWARD = KernelPass(
@@ -310,7 +396,7 @@ BACKWARD = KernelPass(
     kernel=launch_bwd,
     reference=reference_bwd,
     ins=("... n", "n", "n", "... n", "... s", "... s", "... n", "... n"),
-    outs=("... n", "... n", "n", "n", "... n"),
+    outs=("... n", "... n", "n", "n", "... n", "... n"),
     whole="n s",
     sequence=lambda options: None if options.mode == "mosaic" else BACKWARD_PARTS,
 )

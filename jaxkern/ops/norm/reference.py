@@ -36,6 +36,7 @@ class NormOptions:
       residual_dtype: of `residual` and its gradient; None without one.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
       out_dtype: of the result; None for that of `x`.
+      output: whether the backward gives the result again.
     """
 
     op: str
@@ -50,6 +51,11 @@ class NormOptions:
     residual_dtype: str | None
     mode: Mode
     out_dtype: str | None = None
+    output: bool = False
+
+    @property
+    def result_dtype(self) -> str:
+        return self.out_dtype or self.x_dtype
 
     @property
     def separate_dresidual(self) -> bool:
@@ -198,9 +204,7 @@ def reference_fwd(
     rstd = lax.rsqrt(rows.mean(options, xhat * xhat) + options.eps)
     xhat = (xhat * rows.own(options, rstd, v)[..., None]).reshape(x.shape)
     scale = _scale(options, weight)
-    out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(
-        options.out_dtype or x.dtype
-    )
+    out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(options.result_dtype)
     return out, None if residual is None else h, mean, rstd
 
 
@@ -216,7 +220,7 @@ def reference_bwd(
     dh: Any,
     rows: NormRows = NormRows(),
 ):
-    """(dx, dresidual, dweight, dbias, dgate); dresidual is None where it is dx."""
+    """(dx, dresidual, dweight, dbias, dgate, out); dresidual is None where it is dx."""
     shape, wide_gate, dout = h.shape, _wide(gate), _wide(dout)
     v = rows.grouped(options, gated_input(options, _wide(h), wide_gate, PLAIN))
     d = v if mean is None else v - rows.own(options, mean, v)[..., None]
@@ -235,12 +239,17 @@ def reference_bwd(
     dgate = dgate_before if dgate is None else dgate
     dx = dx if dh is None else dx + _wide(dh)
     over_rows = tuple(range(h.ndim - 1))
+    out = None
+    if options.output:
+        out = output(options, flat, scale, _wide(bias), wide_gate, PLAIN)
+        out = out.astype(options.result_dtype)
     return (
         dx.astype(options.x_dtype),
         dx.astype(options.residual_dtype) if options.separate_dresidual else None,
         None if weight is None else jnp.sum(dy * flat, over_rows).astype(weight.dtype),
         None if bias is None else jnp.sum(dy, over_rows).astype(bias.dtype),
         None if gate is None else dgate.astype(gate.dtype),
+        out,
     )
 
 
