@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from functools import partial
 from typing import get_args
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ from jaxlib.mlir.ir import WalkResult
 
 import jaxkern
 from bench.modules import kernel_modules
+from jaxkern.core.dispatch import resolve
 from jaxkern.core.target import interpreter
 from jaxkern.mosaic import elementwise
 from jaxkern.mosaic.arithmetic import exp2_by_polynomial, softplus
 from jaxkern.mosaic.launch import launch_kernel
-from jaxkern.ops import curves
+from jaxkern.ops import activations, curves
 from jaxkern.ops.curves import kernel_functions
 from tests import check
 from tests.check import PLAIN
@@ -209,8 +211,8 @@ def test_activation_extremes(dtype, implementation):
 @check.BOTH
 def test_relu_lets_nothing_past_its_corner(implementation):
     """Where the slope is 0 the gradient is, of an infinite cotangent too, as in JAX."""
-    x = jnp.asarray([-1.0, 0.0, 2.0, -np.inf, np.inf, np.nan] * 2)
-    dout = jnp.asarray([np.inf] * 6 + [np.nan] * 6)
+    x = jnp.asarray([-1.0, 0.0, 2.0, -np.inf, np.inf, np.nan, 1e-45, -0.0] * 2)  # two bytes of mask
+    dout = jnp.asarray([np.inf] * 8 + [np.nan] * 8)
     gate, up = jnp.asarray([[-1.0, 0.0, 2.0, -1.0, 2.0], [np.inf, np.nan, 3.0, 1.0, np.inf]])
     edge = jnp.ones(5).at[3].set(np.inf)
     calls = [
@@ -231,6 +233,16 @@ def test_plain_backward_keeps_only_the_arguments(gated):
     f = partial(jaxkern.swiglu, up=x) if gated else jaxkern.silu
     vjp = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x, implementation="xla"), x)[1], x)
     assert {(a.shape, a.dtype) for a in jax.tree.leaves(vjp)} <= {(x.shape, x.dtype)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "saved"), [((3, 16), {((3, 2), "uint8")}), ((3, 12), {((3, 12), "bfloat16")})]
+)
+def test_relu_keeps_a_bit_of_each_element(shape, saved):
+    """Or x, where its rows are no whole bytes."""
+    f = partial(jaxkern.relu, implementation="mosaic")
+    vjp = jax.eval_shape(lambda x: jax.vjp(f, x)[1], normal(shape, "bfloat16"))
+    assert {(a.shape, str(a.dtype)) for a in jax.tree.leaves(vjp)} == saved
 
 
 KEY = jax.random.key(0)
@@ -473,13 +485,35 @@ GELU = beside(
     kernels=("gelu_erf_fwd", "gelu_erf_bwd"),
     **OF_ONE,
 )
+
+
+def relu_by_passes(x, *, implementation):
+    """By default its passes, too, which XLA would otherwise be chosen for."""
+    of_passes = lambda implementation, reason, *, op, slower: resolve(implementation, reason, op=op)
+    with mock.patch.object(activations, "resolve", of_passes):
+        return jaxkern.relu(x, implementation=implementation)
+
+
+RELU = beside(
+    "relu",
+    [
+        *("vmap(grad)", "grad(grad)", "jvp", "auto mesh", "explicit mesh"),
+        *("rows and channels split", "kernels lowered"),
+    ],
+    call=relu_by_passes,
+    reference=jax.nn.relu,
+    arrays=lambda key: (jax.random.normal(key, (8, 2, 32)),),
+    kernels=("relu_fwd", "relu_bwd"),
+    channels="d",
+    **OF_ONE,
+)
 CLAMPED_SWIGLU = beside(
     "swiglu, clamped",
     ["value", "grad(grad)", "kernels lowered", "jvp"],
     call=GATED["clamped"][0],
     reference=partial(gated_plain, **CLAMPED),
 )
-test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, CLAMPED_SWIGLU)
+test_gated_transformations = check.transformations(SWIGLU, SILU_AND_MUL, GELU, RELU, CLAMPED_SWIGLU)
 
 
 # The functions that kernels compute by other means than the units for them, against float64

@@ -91,8 +91,9 @@ def launch(
       name: of the kernel.
       body: ``body(lanes, *ins) -> outs`` on fp32 arrays (LANES · vec,).
       ins: arrays. One with twice the elements holds two inputs whose rows, of `columns` elements,
-        are side by side: (..., 2 · columns).
-      outs: shapes and dtypes of the results, of which an array may hold two in the same way.
+        are side by side: (..., 2 · columns). One with fewer elements has one for each unit, which
+        `body` has as (LANES,); then the others are whole units.
+      outs: shapes and dtypes of the results, which may be such arrays, too.
       columns: elements of a row, where an array holds two.
       seeds: arrays (k,), uint32, of up to 4 words that every lane reads; zeros make up the rest.
       vec: elements of a unit; by default as many as make 16 bytes of the widest dtype.
@@ -102,19 +103,19 @@ def launch(
       NotImplementedError: an array has more than `MAX_UNITS` units.
     """
     arrays = [*ins, *outs]
-    size = min(a.size for a in arrays)
+    size = max(a.size for a in arrays) // (2 if columns else 1)
     if size == 0:
         return tuple(jnp.zeros(o.shape, o.dtype) for o in outs)
     if vec is None:
         vec = unit(*arrays, columns=columns)
     if reason := too_large(vec, *(a.size for a in arrays)):
         raise NotImplementedError(f'{name}: {reason}. Use implementation="xla".')
-    halves = tuple(a.size // size for a in arrays)
+    halves = tuple(max(1, a.size // size) for a in arrays)
     input_bytes = sum(a.size * a.dtype.itemsize for a in ins) // size  # of an element of each
     plan = _ElementwisePlan(
         size=size,
         vec=vec,
-        step=math.gcd(vec, *(a.size for a in arrays)) if sliced else vec,
+        step=math.gcd(vec, size) if sliced else vec,
         each=max(1, _BYTES // (vec * input_bytes)),
         row=columns // vec,
         halves=halves,
@@ -127,14 +128,21 @@ def launch(
 
         def compute(units_of_lanes: list[jax.Array], count: int, step: int) -> None:
             """Runs `body` on the first `count` elements of each of the units, `step` an access."""
-            access, loaded = (vec, count, step), []
+
+            def access(ref: Any) -> tuple[int, int, int]:
+                """Counts elements of a unit: all, those in the array, and those of an access."""
+                if ref.shape[0] < size:
+                    return 1, 1, 1
+                return vec, count, min(step, VECTOR_BYTES // ref.dtype.itemsize)
+
+            loaded = []
             for units in units_of_lanes:
                 located = _locate(plan, refs[len(seeds) :], units)
-                values = [load_units(ref, at, *access) for ref, at in located[: plan.inputs]]
+                values = [load_units(ref, at, *access(ref)) for ref, at in located[: plan.inputs]]
                 loaded.append((Lanes(units, vec, words), values, located[plan.inputs :]))
             for lanes, values, located in loaded:
                 for (ref, at), value in zip(located, body(lanes, *values), strict=True):
-                    store_units(ref, at, value, *access)
+                    store_units(ref, at, value, *access(ref))
 
         def whole_units() -> None:
             compute(_units_of_lanes(plan, block), vec, plan.step)

@@ -8,6 +8,10 @@ Saved for the backward: x alone; f is recomputed. Bytes per element, in units of
 forward (read x, write out), 3 backward (read x and dout, write dx). At most about 25 operations
 each, which take less time than the memory's traffic: the kernels run at the speed of a copy.
 
+The kernels of ReLU save a mask in x's place where a row's length is a multiple of 8: bit i of byte
+j is x > 0 of element 8 j + i. A forward that is differentiated writes 1/8 byte per element more,
+and the backward has 2 units and 1/8 byte (read dout and mask, write dx).
+
 XLA takes longer alone, but it fuses an activation with its neighbours, and an array that is neither
 written nor read again saves more time. So ``None`` picks the kernels only for GELU's form with the
 error function, of which XLA is slower even where it fuses.
@@ -29,8 +33,10 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding
+from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
 from jaxkern.mosaic.elementwise import Lanes, launch, unsupported
+from jaxkern.mosaic.lanes import join_lanes, sum_in_lanes
+from jaxkern.mosaic.launch import LANES
 from jaxkern.ops.curves import (
     PLAIN,
     GatedUnit,
@@ -39,6 +45,9 @@ from jaxkern.ops.curves import (
     kernel_functions,
     recomputing,
 )
+
+_BYTE = 8
+"""Neighbouring elements whose bits are a byte of a mask."""
 
 
 @public_op
@@ -256,7 +265,12 @@ def run(
     if mode == "xla":
         f = functools.partial(pointwise_reference, function)
         return named(op, recomputing(f)(*ins))
-    return _pointwise_jit(ins, ActivationOptions(op, function, mode, joined))
+    x, options = ins[0], ActivationOptions(op, function, mode, joined)
+    if function != Pointwise("relu") or x.ndim == 0 or x.shape[-1] % (_BYTE * _parts_of_rows(x)):
+        return _pointwise_jit(ins, options)
+    grouped = x.reshape(*x.shape[:-1], x.shape[-1] // _BYTE, _BYTE)
+    options = dataclasses.replace(options, masked=True)
+    return _pointwise_jit((grouped,), options).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,12 +282,15 @@ class ActivationOptions:
       function: an ``Pointwise`` or a ``GatedUnit``, computed of each element.
       mode: from :func:`jaxkern.core.dispatch.resolve`.
       joined: whether one array holds gate and up side by side.
+      masked: whether a mask of bits (..., D / 8), uint8, is saved in place of x, (..., D / 8, 8),
+        for which 0 and 1 then stand.
     """
 
     op: str
     function: Any
     mode: Mode
     joined: bool = False
+    masked: bool = False
 
     @property
     def kernel(self) -> str:
@@ -281,26 +298,36 @@ class ActivationOptions:
         return self.function.curve if isinstance(self.function, Pointwise) else self.op
 
 
+def _pointwise(ins, options):
+    return _pointwise_fwd(ins, dataclasses.replace(options, masked=False))[0]
+
+
 def _pointwise_fwd(ins, options):
-    (out,) = FORWARD(options, *ins)
-    return _match_split(out, ins[0]), ins
+    out, *mask = FORWARD(options, *ins)
+    types = tuple(TypeOf(jax.typeof(a)) for a in ins)
+    return _match_split(out, ins[0]), (mask or ins, types)
 
 
-def _pointwise_bwd(options, ins, dout):
-    grads = BACKWARD(options, *ins, dout)
-    return (tuple(match_primal(g, a) for g, a in zip(grads, ins, strict=True)),)
+def _pointwise_bwd(options, res, dout):
+    saved, types = res
+    return (tuple(map(match_primal, BACKWARD(options, *saved, dout), types)),)
 
 
-_pointwise_jit = Differentiable(_pointwise_fwd, _pointwise_bwd)
+_pointwise_jit = Differentiable(_pointwise_fwd, _pointwise_bwd, _pointwise)
 
 
 def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
     """`out` split as `like`, where its last axis, perhaps half as long, can be."""
-    sharding = jax.typeof(like).sharding
-    split = sharding.spec[-1] if out.ndim == len(sharding.spec) > 0 else None
-    names = split if isinstance(split, tuple) else (split,)
-    parts = math.prod(sharding.mesh.shape[name] for name in names if name)
+    parts = _parts_of_rows(like)
     return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
+
+
+def _parts_of_rows(x: jax.Array) -> int:
+    """Counts the parts into which an Explicit mesh splits the last axis of `x`."""
+    sharding = jax.typeof(x).sharding
+    split = sharding.spec[-1] if x.ndim == len(sharding.spec) > 0 else None
+    names = split if isinstance(split, tuple) else (split,)
+    return math.prod(sharding.mesh.shape[name] for name in names if name)
 
 
 def launch_forward(options: ActivationOptions, *ins: Any, sliced: bool = False) -> tuple[Any, ...]:
@@ -309,12 +336,16 @@ def launch_forward(options: ActivationOptions, *ins: Any, sliced: bool = False) 
     shape = (*x.shape[:-1], columns) if options.joined else x.shape
     of = kernel_functions(exact=x.dtype == jnp.float32)
 
-    def body(lanes: Lanes, *ins: jax.Array) -> tuple[jax.Array]:
+    def body(lanes: Lanes, *ins: jax.Array) -> tuple[jax.Array, ...]:
         del lanes
-        return (options.function.value(*ins, of),)
+        out = options.function.value(*ins, of)
+        return (out, _packed(ins[0] > 0)) if options.masked else (out,)
 
     outs = [jax.ShapeDtypeStruct(shape, x.dtype)]
-    return launch(f"{options.kernel}_fwd", body, ins, outs, columns=columns, sliced=sliced)
+    if options.masked:
+        outs.append(jax.ShapeDtypeStruct(shape[:-1], jnp.uint8))
+    name, vec = f"{options.kernel}_fwd", _BYTE if options.masked else None
+    return launch(name, body, ins, outs, columns=columns, vec=vec, sliced=sliced)
 
 
 def launch_backward(
@@ -325,20 +356,42 @@ def launch_backward(
 
     def body(lanes: Lanes, *ins_and_dout: jax.Array) -> tuple[jax.Array, ...]:
         del lanes
-        return options.function.slopes(*ins_and_dout, of)
+        *ins, dout = ins_and_dout
+        ins = map(_unpacked, ins) if options.masked else ins
+        return options.function.slopes(*ins, dout, of)
 
-    grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ins]
+    like = [dout] if options.masked else ins
+    grads = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in like]
     columns = dout.shape[-1] if options.joined else 0
-    name = f"{options.kernel}_bwd"
-    return launch(name, body, ins_and_dout, grads, columns=columns, sliced=sliced)
+    name, vec = f"{options.kernel}_bwd", _BYTE if options.masked else None
+    return launch(name, body, ins_and_dout, grads, columns=columns, vec=vec, sliced=sliced)
 
 
-def reference_forward(options: ActivationOptions, *ins: Any) -> tuple[Any]:
-    return (pointwise_reference(options.function, *ins),)
+def _packed(bits: jax.Array) -> jax.Array:
+    """(LANES,), fp32: the byte of each lane's `bits`, (LANES · 8,)."""
+    values = join_lanes([jnp.full((LANES,), 2.0**i, jnp.float32) for i in range(_BYTE)])
+    return sum_in_lanes([jnp.where(bits, values, 0.0)], _BYTE)
+
+
+def _unpacked(byte: jax.Array) -> jax.Array:
+    """(LANES · 8,), fp32: the bits of each lane's `byte`, zeros and ones."""
+    word = byte.astype(jnp.uint32)
+    bits = join_lanes([word & jnp.uint32(1 << i) for i in range(_BYTE)])
+    return jnp.where(bits != 0, 1.0, 0.0)
+
+
+def reference_forward(options: ActivationOptions, *ins: Any) -> tuple[Any, ...]:
+    out = pointwise_reference(options.function, *ins)
+    if not options.masked:
+        return (out,)
+    return out, jnp.packbits(ins[0] > 0, axis=-1, bitorder="little")[..., 0]
 
 
 def reference_backward(options: ActivationOptions, *ins_and_dout: Any) -> tuple[Any, ...]:
     *ins, dout = ins_and_dout
+    if options.masked:
+        bits = ins[0][..., None] >> jnp.arange(_BYTE, dtype=jnp.uint8) & 1
+        ins = [bits.astype(dout.dtype)]
     parts = _parts(options.function, ins)
     f32 = wide(*(a.dtype for a in (*parts, dout)))
     slopes = options.function.slopes(*(a.astype(f32) for a in (*parts, dout)), PLAIN)
@@ -360,10 +413,15 @@ def _parts(function: Any, ins: Any) -> Any:
 
 
 def _ins(options: ActivationOptions) -> tuple[str, ...]:
-    """The factors of the arguments: rows that hold gate and up, y, have a result's row, z."""
-    if options.joined:
+    """The factors of the arguments: y is a row of gate and up, or the elements of a byte."""
+    if options.joined or options.masked:
         return ("... y",)
     return ("...",) * (2 if isinstance(options.function, GatedUnit) else 1)
+
+
+def _out(options: ActivationOptions) -> str:
+    """The factors of the result, whose row z is half of one of gate and up."""
+    return "... z" if options.joined else _ins(options)[0]
 
 
 FORWARD = KernelPass(
@@ -372,7 +430,7 @@ FORWARD = KernelPass(
     kernel_of_slices=functools.partial(launch_forward, sliced=True),
     reference=reference_forward,
     ins=_ins,
-    outs=lambda options: ("... z",) if options.joined else ("...",),
+    outs=lambda options: (_out(options), *["..."] * options.masked),
     whole="y z",
 )
 BACKWARD = KernelPass(
@@ -380,7 +438,7 @@ BACKWARD = KernelPass(
     kernel=launch_backward,
     kernel_of_slices=functools.partial(launch_backward, sliced=True),
     reference=reference_backward,
-    ins=lambda options: (*_ins(options), "... z" if options.joined else "..."),
+    ins=lambda options: (*(["..."] if options.masked else _ins(options)), _out(options)),
     outs=_ins,
     whole="y z",
 )
