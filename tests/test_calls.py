@@ -342,7 +342,7 @@ def test_sizes_of_arguments_and_costs():
         ((8, 8), "bfloat16"),
         ((8,), "float32"),
     ]
-    assert total("m k + 2 k h", {"m": 10, "k": 8, "h": 4}) == 10 * 8 + 2 * 8 * 4
+    assert total("m k + 1/8 k h", {"m": 10, "k": 8, "h": 4}) == 10 * 8 + 4
 
 
 COLLECTIVES = "all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"

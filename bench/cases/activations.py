@@ -38,7 +38,7 @@ def _pointwise(op: str, f: Any, variant: str = "", timed: bool = True, **options
         options=options,
         expression=f,
         forward=Cost("2 m d"),
-        backward=Cost("3 m d"),
+        backward=Cost("2 m d", nbytes="1/8 m d") if op == "relu" else Cost("3 m d"),  # x or a mask
         peers=peers.activation(f"{op}, {variant}" if variant else op) if timed else {},
         shapes=[Shape((16384, 8192))] if timed else (),
         errors=Errors((512, 4096), (16, 256)),

@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -112,7 +113,7 @@ def dtypes(data: Any, matrices: Any = None, parameters: Any = None) -> dict[str,
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The least that a pass takes; each is a sum of products of sizes, as ``"m k + k h"``."""
+    """The least that a pass takes; each is a sum of products of sizes, as ``"m k + 1/8 k h"``."""
 
     elements: str  # that it reads or writes, each array once, in the dtype of the data
     nbytes: str = ""  # that it reads and writes besides
@@ -122,9 +123,9 @@ class Cost:
 
 def total(terms: str, sizes: Sizes) -> int:
     """The value of a sum of products of sizes."""
-    value = lambda factor: sizes[factor] if factor in sizes else int(factor)
+    value = lambda factor: sizes[factor] if factor in sizes else Fraction(factor)
     products = (term.split() for term in terms.split("+") if term)
-    return sum(math.prod(map(value, factors)) for factors in products)
+    return math.ceil(sum(math.prod(map(value, factors)) for factors in products))
 
 
 @dataclasses.dataclass(frozen=True)
