@@ -24,7 +24,6 @@ from jaxkern.core.arguments import (
 )
 from jaxkern.core.bound import wide
 from jaxkern.core.dispatch import Implementation, resolve
-from jaxkern.core.kernel_pass import named
 from jaxkern.nn.collectives import enter, leave, whole_beside
 from jaxkern.ops.linear.op import Products
 from jaxkern.ops.norm.op import Settings, norm_then
@@ -370,7 +369,6 @@ class _Projections:
 
 
 def project_in(
-    name: str,
     weights: Any,
     x: jax.Array,
     at: Any,
@@ -378,7 +376,7 @@ def project_in(
     axis_name: str | None,
     implementation: Implementation | None,
 ) -> tuple[list[jax.Array], jax.Array | None]:
-    """The products of `x` with the columns of `in_proj` from each of `at` on, saved as `name`.
+    """The products of `x` with the columns of `in_proj` from each of `at` on.
 
     Of one product the parts would be copied apart, and their gradients together. With `norm` x is
     added to the residual stream and normalised first, and the sum is returned, too.
@@ -389,11 +387,11 @@ def project_in(
     products = Products.of(x, columns, implementation_of_products(implementation))
     then = _Projections(products, axis_name)
     if norm is None:
-        return list(named(name, then(x, columns, biases))), None
+        return list(then(x, columns, biases)), None
     arrays = x, whole_beside(norm.weight, x), None, norm.residual, None
     of_norm = "rms_norm", arrays, Settings(norm.eps), implementation
     outs, h = norm_then("rms_norm_linear", *of_norm, then, (columns, biases))
-    return list(named(name, outs)), h
+    return list(outs), h
 
 
 def project_out(

@@ -36,6 +36,7 @@ import numpy as np
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -341,7 +342,8 @@ def _project_in(
     """q and k (…, G K), v and z (…, E), of KDA no z but ``None``, and the small columns as one."""
     large = 4 if isinstance(sizes, GatedDeltaNetSizes) else 3
     at = np.cumsum([*sizes.columns.values()])[:large]
-    (*inner, small), h = common.project_in("delta_in_proj", weights, x, at, *of_in)
+    outs, h = common.project_in(weights, x, at, *of_in)
+    *inner, small = named("delta_in_proj", outs)
     return [*inner, *[None] * (4 - large), small], h
 
 

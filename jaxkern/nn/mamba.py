@@ -184,8 +184,8 @@ def mamba(
     weights = whole_beside(weights, x)
     project = common.projection(implementation)
     x, at = common.cast(x, weights, dtype), [weights.in_proj.shape[-1] // 2]
-    of_in = norm, axis_name, implementation
-    (u, z), h = common.project_in("mamba_in_proj", weights, x, at, *of_in)  # (B, L, E) each
+    (u, z), h = common.project_in(weights, x, at, norm, axis_name, implementation)
+    u, z = named("mamba_in_proj", (u, z))  # (B, L, E) each
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import jaxkern
 from jaxkern.core.arguments import check_integer
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import named
 from jaxkern.nn import common
 from jaxkern.nn.collectives import add_parts, whole_beside
 from jaxkern.nn.common import Block, Initial
@@ -196,9 +197,10 @@ def mamba2(
     weights = whole_beside(weights, x)
     part = sizes if axis_name is None else _of_device(weights, sizes)
     x, at = common.cast(x, weights, dtype), [part.d_inner, 2 * part.d_inner]
-    of_in = norm, axis_name, implementation
-    (z, u, small), h = common.project_in("mamba_in_proj", weights, x, at, *of_in)  # (B, L, E) two
-    v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)  # (B, L, 2 G N), (B, L, H)
+    (z, u, small), h = common.project_in(weights, x, at, norm, axis_name, implementation)
+    v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)
+    # z and u (B, L, E), v (B, L, 2 G N) and dt (B, L, H): what is saved, so not their products.
+    z, u, v, dt = named("mamba_in_proj", (z, u, v, dt))
     options: dict[str, Any] = {
         "segment_ids": segment_ids,
         "return_final_state": return_cache,
