@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 
+import jaxkern
 import jaxkern.nn.equinox as jk_equinox
 import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
-from jaxkern.nn import mamba2, remat
+from jaxkern.nn import common, mamba2, remat
 from tests import check
 from tests.layers import (
     BF16,
@@ -351,6 +352,23 @@ def test_a_loop_can_carry_a_cache(kind, library):
         out, after = jax.eval_shape(run, x, cache)
         assert out.dtype == BF16
         chex.assert_trees_all_equal_dtypes(after, cache)
+
+
+@check.combinations("kind library", KINDS, LIBRARIES, few=2)
+def test_block_computes_the_norm_before_it(kind, library):
+    block = block_of(kind, library, weights_of(kind, **kind.options), **kind.options)
+    x, stream, weight = normal(2, 5, 12), normal(2, 5, 12, seed=1), normal(12, seed=2)
+
+    @jax.jit
+    def run(x, stream, weight):
+        alone = jaxkern.rms_norm(x, weight, eps=0.1)
+        normalised, h = jaxkern.rms_norm(x, weight, residual=stream, eps=0.1)
+        norms = common.Norm(weight, None, 0.1), common.Norm(weight, stream, 0.1)
+        (of_sum, got), cache = block(x, norm=norms[1], return_cache=True)
+        want = block(alone), (*block(normalised, return_cache=True), h)
+        return (block(x, norm=norms[0]), (of_sum, cache, got)), want
+
+    check.assert_close(*run(x, stream, weight), 1e-6)
 
 
 WRONG_SIZES = {

@@ -340,13 +340,14 @@ class Norm(NamedTuple):
 
     Attributes:
       weight: (D,), of :func:`jaxkern.rms_norm`.
-      residual: (B, L, D), the residual stream, to which the block's input is added first.
+      residual: (B, L, D), the residual stream, to which the block's input is added first; ``None``
+        for none.
       eps: as for :func:`jaxkern.rms_norm`.
     """
 
     weight: jax.Array
-    residual: jax.Array
-    eps: float
+    residual: jax.Array | None = None
+    eps: float = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,13 +166,13 @@ def mamba(
         and `segment_ids` are a device's part of L, `weights` and `cache` the same on every device,
         as is the cache that is returned. See :func:`jaxkern.selective_scan`.
       norm: the norm before the block, for the block to compute, so that its result is not kept for
-        the backward: `x` is then added to ``norm.residual`` and normalised first, as by
+        the backward: `x` is added to ``norm.residual``, if any, and normalised first, as by
         :func:`jaxkern.rms_norm`.
       checkpoint_every: of the scan, see :func:`jaxkern.selective_scan`.
       implementation: of the ops: ``"mosaic"``, ``"xla"`` or ``None`` for the fastest.
 
     Returns:
-      (B, L, D), in `dtype`; with `norm` a pair of it and the sum x + ``norm.residual``. With
+      (B, L, D), in `dtype`; with ``norm.residual`` a pair of it and the sum of x and that. With
       `return_cache` a pair of that and the cache, in the dtypes of `cache` if one is given.
 
     Raises:
