@@ -605,8 +605,8 @@ def _on_mesh(c: _Cell, kind: AxisType, local: bool, **split: str) -> None:
 
 
 def _explicit_mesh(c: _Cell) -> None:
-    for context in (contextlib.nullcontext(), jax.set_mesh(_mesh(AxisType.Explicit))):
-        with context:
+    for context in (contextlib.nullcontext, lambda: jax.set_mesh(_mesh(AxisType.Explicit))):
+        with context():
             _on_mesh(c, AxisType.Explicit, c.local, data=c.op.row)
 
 

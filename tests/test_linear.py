@@ -665,7 +665,7 @@ SPLIT_COLUMNS = dataclasses.replace(
 
 def after_norm(x, weight, w, other, residual, gate, implementation="xla"):
     """Two products in bf16 after a norm, and the sum that it gives."""
-    x, gate, *weights = (v.astype(jnp.bfloat16) for v in (x, gate, w, other))
+    x, gate, *weights = (v.astype(jnp.bfloat16) for v in (x, gate, w / 16, other / 16))
     of_norm = {"residual": residual, "gate": gate, "norm_before_gate": False}
     joined = functools.partial(jaxkern.rms_norm_linear, implementation=implementation)
     (first, second), h = joined(x, weight, tuple(weights), weight_offset=0.5, **of_norm)

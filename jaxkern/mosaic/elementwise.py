@@ -478,13 +478,11 @@ def _to_memory(value: Any, dtype: Any) -> Any:
     kind = mgpu_utils.dtype_to_ir_type(dtype)
     if not jnp.issubdtype(dtype, jnp.integer):
         return narrowed(value, kind)
-    # In the middle between 2^23 and 2^24 a sum that is just below still has the same exponent.
-    offset = 1.5 * _INTEGERS + (128 if dtype == jnp.int8 else 0)
-    shifted = arith.addf(value, arith.constant(ir.F32Type.get(), offset))
+    # In the middle between 2^23 and 2^24 a sum that is just below still has the same exponent. A
+    # byte of a sum that no integer operation follows, ptxas would convert as a number.
+    shifted = arith.addf(value, arith.constant(ir.F32Type.get(), 1.5 * _INTEGERS + 128))
     word = arith.bitcast(ir.IntegerType.get_signless(32), shifted)
-    if dtype == jnp.int8:
-        word = arith.xori(word, i32(128))
-    return arith.trunci(kind, word)
+    return arith.trunci(kind, arith.xori(word, i32(128)))
 
 
 # Random bits of a counter and a key

@@ -422,7 +422,7 @@ def projected_out(out: jax.Array, weights: Any, axis_name: str | None) -> jax.Ar
 
 
 def results(out: jax.Array, h: jax.Array | None, after: Any, before: Any) -> Any:
-    """What a block returns: with a norm before it the stream, too, and the cache, if there is one.
+    """Joins what a block returns: `out`, the stream `h` of a norm before it, and its cache.
 
     The cache `after` is in the dtypes of `before`, if that was given, so that a loop can carry it.
     """

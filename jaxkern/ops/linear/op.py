@@ -358,8 +358,8 @@ class Products:
 def rms_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
-    w: Any,
-    b: Any = None,
+    w: jax.Array | tuple[jax.Array, ...],
+    b: jax.Array | tuple[jax.Array | None, ...] | None = None,
     *,
     bias: jax.Array | None = None,
     eps: float = 1e-6,
@@ -415,8 +415,8 @@ def layer_norm_linear(
     x: jax.Array,
     weight: jax.Array | None,
     bias: jax.Array | None,
-    w: Any,
-    b: Any = None,
+    w: jax.Array | tuple[jax.Array, ...],
+    b: jax.Array | tuple[jax.Array | None, ...] | None = None,
     *,
     eps: float = 1e-5,
     weight_offset: float = 0.0,
@@ -447,9 +447,9 @@ def layer_norm_linear(
 
 def _normed(norm: str, arrays: Any, settings: Settings, w: Any, b: Any, of_linear: Any) -> Any:
     """Products after a norm, the result of which is not kept."""
-    several = isinstance(w, tuple | list)
-    weights = tuple(w) if several else (w,)
-    biases = (None,) * len(weights) if b is None else tuple(b) if several else (b,)
+    several = isinstance(w, tuple)
+    weights, biases = (w, b) if several else ((w,), (b,))
+    biases = (None,) * len(weights) if biases is None else biases
     if not weights or len(biases) != len(weights):
         raise ValueError(
             f"w and b must have as many arrays, at least one; got {len(weights)} and {len(biases)}"
