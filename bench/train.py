@@ -28,8 +28,8 @@ that does not fit in memory is halved, in JAX.
 each time with the likeliest token, after initial weights of the preset's shape with the vocabulary
 of the Mamba papers.
 
-    jaxkern       what ``jaxkern sample`` runs: weights, states and products in fp32
-    jaxkern-bf16  the same with weights and products in bf16
+    jaxkern       what ``jaxkern sample --dtype fp32`` runs
+    jaxkern-bf16  what ``jaxkern sample`` runs: matrices and products in bf16, states in fp32
     mamba_ssm     its MambaLMHeadModel in bf16, by its generate with cg=True: a step is a CUDA graph
     transformers  its model of the same layout in bf16, by its generate, as it comes
 
@@ -71,7 +71,7 @@ from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.hf_layouts import layout_of
 from jaxkern.lm.memory import check_memory
-from jaxkern.lm.model import MambaLM, Options, count_params, decayed, initial_params
+from jaxkern.lm.model import MambaLM, Options, count_params, decayed
 from jaxkern.lm.step import compiler_options, loss_fn, make_model
 from jaxkern.nn import mamba2
 from jaxkern.precision import Policy
@@ -458,7 +458,7 @@ def checkpoints(args: Any) -> int:
 # Decoding
 
 DECODERS = ("jaxkern", "jaxkern-bf16", "mamba_ssm", "transformers")
-_PRECISIONS = {"jaxkern": "fp32", "jaxkern-bf16": "params=bfloat16,compute=bfloat16,output=float32"}
+_DTYPES = {"jaxkern": "fp32", "jaxkern-bf16": "bf16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,10 +490,8 @@ class Decoder(NamedTuple):
 
 
 def decoder_of_jax(job: Decoding) -> Decoder:
-    """The library's own model, as ``jaxkern sample`` runs it or in bf16."""
-    policy = Policy.parse(_PRECISIONS[job.contender])
-    graphdef = make_model(job.model, Options(policy))
-    params = jax.jit(lambda: policy.cast_to_params(initial_params(job.model)))()
+    """The library's own model, as ``jaxkern sample`` runs it."""
+    graphdef, params = sample.initial(job.model).decoder(_DTYPES[job.contender])
 
     def decode(prompts: np.ndarray, length: int) -> np.ndarray:
         chunks = sample.generate_tokens(
@@ -539,7 +537,7 @@ def decoder_of_torch(job: Decoding) -> Decoder:
 
 def measure_decoding(job: Decoding) -> list[Row]:
     """Decodes, and returns a row for each batch."""
-    decode, told, peak = (decoder_of_jax if job.contender in _PRECISIONS else decoder_of_torch)(job)
+    decode, told, peak = (decoder_of_jax if job.contender in _DTYPES else decoder_of_torch)(job)
     rng = np.random.default_rng(0)
     rows = []
     for batch in job.batches:

@@ -37,23 +37,23 @@ _DTYPES |= {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _FIELDS = ("params", "compute", "output")
 
 
-def _float_dtype(name: str, value: Any) -> np.dtype:
+def float_dtype(name: str, value: Any) -> np.dtype:
+    """A floating dtype, or the name of one, as a dtype; errors call it `name`."""
     if isinstance(value, str):
         if value not in _DTYPES:
             raise ValueError(
-                f"Policy: {name}={value!r} is not a known floating dtype; use one of "
-                f"{', '.join(_DTYPES)}"
+                f"{name}={value!r} is not a known floating dtype; use one of {', '.join(_DTYPES)}"
             )
         value = _DTYPES[value]
     try:
         dtype = check_dtype(name, value)
     except TypeError:
         raise TypeError(
-            f"Policy: {name}={value!r} is not a dtype; use for example jnp.float32 or 'float32'"
+            f"{name}={value!r} is not a dtype; use for example jnp.float32 or 'float32'"
         ) from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(
-            f"Policy: {name}={dtype.name} must be a floating dtype; use for example jnp.float32"
+            f"{name}={dtype.name} must be a floating dtype; use for example jnp.float32"
         )
     return dtype
 
@@ -93,7 +93,7 @@ class Policy:
 
     def __post_init__(self):
         for name in _FIELDS:
-            object.__setattr__(self, name, _float_dtype(name, getattr(self, name)))
+            object.__setattr__(self, name, float_dtype(f"Policy: {name}", getattr(self, name)))
 
     @classmethod
     def parse(cls, text: str) -> "Policy":

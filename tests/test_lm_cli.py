@@ -89,7 +89,7 @@ TRAIN |= {"log_to": ("tensorboard", "wandb"), "profile": "9:2", "coordinator": "
 TRAIN |= {"processes": 2, "process": 0, "model.layers": "mamba2*3,attention", "model.n_layers": 4}
 TRAIN |= {"model.tie_embeddings": False, "optimizer.weight_decay": 0.2, "optimizer.clip_norm": None}
 SAMPLED = {"length": 400, "temperature": 0.8, "top_k": 40, "top_p": 1.0, "seed": 0, "stop": ()}
-SAMPLED |= {"run": None, "hf": None, "prompt": (), "prompts": None, "timing": False}
+SAMPLED |= {"run": None, "hf": None, "prompt": (), "prompts": None, "dtype": None, "timing": False}
 EXPORTED = {"run": Path("x"), "hf": Path("y"), "step": None, "dtype": "fp32"}
 FLAGS = {
     f"train {TRAINED}": TRAIN,

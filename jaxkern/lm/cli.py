@@ -102,6 +102,7 @@ class Sample(Sampling):
       prompt: what the text begins with; given several times, several texts.
       prompts: a file of prompts, one in each line.
       stop: end a text before this one; may be given several times.
+      dtype: of matrices and products; by default bf16 on a GPU, and fp32 elsewhere.
       timing: say on stderr how many tokens a second were decoded.
     """
 
@@ -110,6 +111,7 @@ class Sample(Sampling):
     prompt: UseAppendAction[tuple[str, ...]] = ()
     prompts: Path | None = None
     stop: UseAppendAction[tuple[str, ...]] = ()
+    dtype: Literal["fp32", "bf16"] | None = None
     timing: bool = False
 
     def __post_init__(self):
