@@ -423,8 +423,8 @@ class TrainConfig:
       grad_accum: parts that a batch is computed in, one after another.
       mixed_precision: fp32, bf16, fp16 (with loss scaling), or for example
         params=float32,compute=bfloat16,output=float32.
-      remat: what the backward computes again to save memory: none; cheap, the norm, convolution and
-        step sizes of each block; scan, these and its scan; or, which --remat alone means, the
+      remat: what the backward computes again to save memory: none; cheap, the convolution and step
+        sizes of each block; scan, these and its scan; or, which --remat alone means, the
         layer. auto is cheap for layers of Mamba alone, which lose 5% of their speed, else none.
       scan_layers: run the layers in a loop: a smaller program, slower steps.
       implementation: of the ops: auto (the fastest), mosaic (GPU kernels), xla.
@@ -467,7 +467,7 @@ class TrainConfig:
     seq_len: Count = 2048
     grad_accum: Count = 1
     mixed_precision: str = "fp32"
-    remat: Literal["auto", "none", "cheap", "scan", "layer"] = "auto"
+    remat: Literal["auto", Remat] = "auto"
     scan_layers: bool = False
     implementation: Literal["auto", "mosaic", "xla"] = "auto"
     devices: Annotated[str, _DEVICES] = "auto"
