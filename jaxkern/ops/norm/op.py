@@ -372,7 +372,7 @@ def _then_fwd(x, residual, weight, bias, gate, operands, op, options, then):
 def _then_bwd(op, options, then, res, cotangents):
     of_norm, operands = res
     douts, dh = cotangents
-    unread = jnp.zeros_like(of_norm[0], options.result_dtype)
+    unread = match_sharding(jnp.zeros_like(of_norm[0], options.result_dtype), of_norm[0])
     [dout] = jax.vjp(lambda out: then(out, *operands), unread)[1](douts)
     with_output = dataclasses.replace(options, output=True)
     *grads, out = _pair_bwd(with_output, of_norm, (dout, dh))

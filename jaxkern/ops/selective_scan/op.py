@@ -362,7 +362,8 @@ def _projected_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, crossed, 
 def _projected_bwd(options, res, cotangents):
     args, states, weight = res
     dproduct, dfinal = cotangents
-    of_out = jax.vjp(lambda out: linear(out, weight), join_groups(jnp.zeros_like(args[0]), 2))[1]
+    unread = join_groups(match_sharding(jnp.zeros_like(args[0]), args[0]), 2)
+    of_out = jax.vjp(lambda out: linear(out, weight), unread)[1]
     dout = of_out(dproduct)[0].reshape(args[0].shape)
     with_output = dataclasses.replace(options, output=True)
     *grads, out = BACKWARD(with_output, *args, states, dout, dfinal)
