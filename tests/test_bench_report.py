@@ -92,7 +92,9 @@ def test_ours_is_beside_the_fastest_library_or_the_newest():
     line = of(*plain, (old, *ours, timing("fla", 9.0)), (new, timing("fla", 9.5)))
     assert (line.own["us"], line.fastest, line.rival) == (10.5, "fla", "fla")
     line = of(*plain, (old, timing("auto", 1.0), timing("fla", 9.5)), (new, timing("fla", 9.0)))
-    assert line.figures.keys() == {"mosaic", "xla", "fla"}
+    assert line.figures.keys() == {"auto", "xla", "fla"}
+    line = of((old, *ours, timing("fla", 9.0)), (new, timing("mosaic", 9.9), timing("fla", 9.5)))
+    assert (line.own["us"], line.speedup) == (9.9, 9.5 / 9.9)
     line = of((new, timing("mosaic", 3.0), timing("update", 1.0), timing("fla", 2.0)))
     assert (line.fastest, line.rival) == ("fla", "fla")
 
@@ -110,7 +112,7 @@ def test_figures_of_two_gpus_stay_apart():
 
 
 def test_training_compares_by_tokens_and_leaves_out_what_is_not_steady():
-    """A batch that did not fit was halved, and its step takes less time."""
+    """A batch that did not fit was halved, and its step takes less time. Ways of ours are newest."""
 
     def trained(who, ms, rate, high=None):
         row = {"contender": who, "preset": "130m", "length": 9, "batch": 2, "parameters": 1}
@@ -124,6 +126,12 @@ def test_training_compares_by_tokens_and_leaves_out_what_is_not_steady():
     assert (line.rival, line.fastest, line.speedup) == ("jla", "xla-loop", 1.5)
     assert [*loaded.trainings()] == [("130m", 9)]
     assert len(loaded.newest()) == 4
+    cheap, date = trained("jaxkern-cheap", 11.0, 800), {"date": "2030-01-01"}
+    loaded = results((date, cheap, trained("jla", 8.5, 480)), ({}, *steps, cheap | {"ms": 10.5}))
+    (line,) = loaded.lines.values()
+    rates = {name: row["tokens_per_second"] for name, row in line.figures.items()}
+    assert rates == {"jaxkern": 900, "jaxkern-cheap": 800, "jla": 480, "xla-loop": 600}
+    assert line.figures["jaxkern-cheap"]["ms"] == 11.0
 
 
 def test_csv_keeps_every_figure(tmp_path):

@@ -71,7 +71,7 @@ class LanguageModel:
         return _logits(make_model(self.config, Options()), self.params, tokens, **options)
 
     def decoder(self, dtype: Any = None) -> tuple[nnx.GraphDef, Any]:
-        """What :func:`generate_tokens` decodes with: a model, and parameters of it.
+        """Returns a model and its parameters, for :func:`generate_tokens`.
 
         Matrices are in `dtype`, as for :meth:`generate`; what is small keeps its precision.
         """
