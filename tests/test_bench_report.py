@@ -112,7 +112,7 @@ def test_figures_of_two_gpus_stay_apart():
 
 
 def test_training_compares_by_tokens_and_leaves_out_what_is_not_steady():
-    """A batch that did not fit was halved, and its step takes less time. Ways of ours are newest."""
+    """A batch that did not fit was halved, and its step takes less time. Our ways are newest."""
 
     def trained(who, ms, rate, high=None):
         row = {"contender": who, "preset": "130m", "length": 9, "batch": 2, "parameters": 1}

@@ -334,15 +334,15 @@ class MambaLM(nnx.Module):
                 if remat != "cheap" and kind == "mamba" and state is None:  # not read as a prompt
                     more["checkpoint_every"] = _FASTEST
                 x, out = stream
-                if norms:
+                if of_block:
                     more["norm"] = Norm(norm, x, self.config.eps)
                 out, state = mix(block, out, state, number, **more)
-                return (out[::-1] if norms else (x, out)), state
+                return (out[::-1] if of_block else (x, out)), state
 
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
-            # A block whose backward computes it again has no use for what is normalised.
-            apply, norms = mixed, remat in POLICIES and kind in BLOCKS
-            if not norms:
+            # A block that computes the norm does not keep its result for the backward.
+            apply, of_block = mixed, remat in POLICIES and kind in BLOCKS
+            if not of_block:
                 stream = self._add_and_normalise(stream[0], stream[1], norm)[::-1]
             if remat in POLICIES:
                 # The weights' copies in the compute dtype are shared: made again, they would be

@@ -376,7 +376,7 @@ def project_in(
     norm: Norm | None,
     axis_name: str | None,
     implementation: Implementation | None,
-) -> tuple[list[jax.Array], jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """The products of `x` with the columns of `in_proj` from each of `at` on.
 
     Of one product the parts would be copied apart, and their gradients together. With `norm` x is
@@ -388,11 +388,13 @@ def project_in(
     products = Products.of(x, columns, implementation_of_products(implementation))
     then = _Projections(products, axis_name)
     if norm is None:
-        return list(then(x, columns, biases)), None
+        return then(x, columns, biases), None
+    if not isinstance(norm, Norm):
+        raise TypeError(f"norm must be a jaxkern.nn.common.Norm or None, got {norm!r}")
     arrays = x, whole_beside(norm.weight, x), None, norm.residual, None
     of_norm = "rms_norm", arrays, Settings(norm.eps), implementation
     outs, h = norm_then("rms_norm_linear", *of_norm, then, (columns, biases))
-    return list(outs), h
+    return outs, h
 
 
 def project_out(

@@ -199,7 +199,7 @@ def mamba2(
     x, at = common.cast(x, weights, dtype), [part.d_inner, 2 * part.d_inner]
     (z, u, small), h = common.project_in(weights, x, at, norm, axis_name, implementation)
     v, dt = jnp.split(small, [2 * part.d_bc], axis=-1)
-    # z and u (B, L, E), v (B, L, 2 G N) and dt (B, L, H): what is saved, so not their products.
+    # A policy saves these: z and u (B, L, E), v (B, L, 2 G N), dt (B, L, H).
     z, u, v, dt = named("mamba_in_proj", (z, u, v, dt))
     options: dict[str, Any] = {
         "segment_ids": segment_ids,

@@ -376,6 +376,7 @@ def _then_bwd(op, options, then, res, cotangents):
     [dout] = jax.vjp(lambda out: then(out, *operands), unread)[1](douts)
     with_output = dataclasses.replace(options, output=True)
     *grads, out = _pair_bwd(with_output, of_norm, (dout, dh))
+    out = match_sharding(out, of_norm[0])
     return *grads, jax.vjp(lambda *given: then(out, *given), *operands)[1](douts)
 
 
