@@ -68,6 +68,15 @@ def norm_reason(layer: Any, ndim: int, mask: Any) -> str | None:
     return None
 
 
+def normalised(
+    layer: Any, op: Callable[..., jax.Array], x: Any, params: Sequence[Any], dtype: Any
+) -> jax.Array:
+    """A norm of flax by `op`: statistics of `x` as it is given, the result rounded to `dtype`."""
+    x = jnp.asarray(x)
+    x = x if x.dtype in _DTYPES else x.astype(jnp.float32)
+    return op(x, *params, eps=layer.epsilon, dtype=dtype, implementation=layer.implementation)
+
+
 def dropout_reason(layer: Any, dtype: Any) -> str | None:
     """Why the op cannot compute this dropout of flax."""
     if layer.broadcast_dims:

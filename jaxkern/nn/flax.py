@@ -470,8 +470,8 @@ def _normalised(
     reason = common.norm_reason(layer, jnp.ndim(x), mask) or _dtype_reason(layer, x, *values)
     if left_to_parent(layer, reason):
         return parent(x, mask=mask)
-    x = layer.promote_dtype((x, *values), dtype=layer.dtype)[0]
-    return op(x, *values, eps=layer.epsilon, implementation=layer.implementation)
+    dtype = dtypes.canonicalize_dtype(x, *values, dtype=layer.dtype)
+    return common.normalised(layer, op, x, values, dtype)
 
 
 def _value(param: nnx.Param | None) -> Any:

@@ -470,11 +470,7 @@ def _normalised(
         return _plain(parent)(layer, x, mask=mask)
     params = [_param(layer, name, (jnp.shape(x)[-1],)) for name in names]
     dtype = canonicalize_dtype(x, *params, dtype=layer.dtype)
-    x = jnp.asarray(x)
-    wide = x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
-    x = x.astype(jnp.promote_types(wide, dtype))  # so that the result is rounded once
-    out = op(x, *params, eps=layer.epsilon, implementation=layer.implementation)
-    return out.astype(dtype)
+    return common.normalised(layer, op, x, params, dtype)
 
 
 def _param(layer: Any, name: str, shape: tuple[int, ...]) -> jax.Array | None:
