@@ -329,7 +329,10 @@ class MambaLM(nnx.Module):
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
             def mixed(weights, stream, state, number):
                 params, norm = weights
-                block = nnx.merge(split[kind][0], self._gathered(params, without="norm"))
+                params = self._gathered(params, without="norm")
+                if self.split.axes and not self.split.axis("sequence"):
+                    params, stream = _in_order(params, stream)
+                block = nnx.merge(split[kind][0], params)
                 more: dict[str, Any] = {}
                 if remat != "cheap" and kind == "mamba" and state is None:  # not read as a prompt
                     more["checkpoint_every"] = _FASTEST
@@ -402,6 +405,26 @@ class MambaLM(nnx.Module):
         """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""
         options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
         return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
+
+
+def _in_order(params: Any, stream: Any) -> tuple[Any, Any]:
+    """A layer's arguments, whose backward ends with the gradients of its matrices.
+
+    For several devices XLA would leave those of all layers to the end of the backward, and have in
+    memory until then what they are computed of. Over parts of a sequence, which take little memory,
+    it may: meanwhile the scan of the layer before can exchange its states.
+    """
+    leaves, tree = jax.tree.flatten_with_path(params)
+    matrices = [i for i, (path, _) in enumerate(leaves) if path[0].key.endswith("_proj")]
+    leaves = [leaf for _, leaf in leaves]
+    found, stream = _together(([leaves[i] for i in matrices], stream))
+    for i, leaf in zip(matrices, found, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves), stream
+
+
+_together = jax.custom_jvp(lambda tree: tree)
+_together.defjvp(lambda trees, tangents: (*trees, jax.lax.optimization_barrier(*tangents)))
 
 
 def _check(
