@@ -116,7 +116,7 @@ def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch
             linear_op, "LinearScanOptions", functools.partial(LinearScanOptions, tiles=tiles)
         )
     if name == "selective_scan" and check.interpreted(implementation):
-        cut = lambda columns, units, _: tiles_of.ScanGrid.cut(columns, units, 0, 2)
+        cut = lambda columns, units, _=None: tiles_of.ScanGrid.cut(columns, units, 0, 2)
         monkeypatch.setattr(forward, "forward_grid", cut)
         monkeypatch.setattr(backward, "backward_grid", cut)
         options["checkpoint_every"] = 16
