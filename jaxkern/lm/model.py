@@ -325,12 +325,13 @@ class MambaLM(nnx.Module):
         repeats = self.config.n_layers // len(pattern)
         split = {kind: nnx.split(stack) for kind, stack in self.stacks.items()}
         loop = not unroll
+        in_order = remat != "none" and self.split.axes and not self.split.axis("sequence")
 
         def layer(kind: str, stream: Any, state: Any, params: Any, numbers: Any) -> Any:
             def mixed(weights, stream, state, number):
                 params, norm = weights
                 params = self._gathered(params, without="norm")
-                if self.split.axes and not self.split.axis("sequence"):
+                if in_order:
                     params, stream = _in_order(params, stream)
                 block = nnx.merge(split[kind][0], params)
                 more: dict[str, Any] = {}
@@ -411,8 +412,9 @@ def _in_order(params: Any, stream: Any) -> tuple[Any, Any]:
     """A layer's arguments, whose backward ends with the gradients of its matrices.
 
     For several devices XLA would leave those of all layers to the end of the backward, and have in
-    memory until then what they are computed of. Over parts of a sequence, which take little memory,
-    it may: meanwhile the scan of the layer before can exchange its states.
+    memory until then what they are computed of: of what is computed again, a quarter of the whole.
+    Over parts of a sequence, which take little, it may: meanwhile the scan of the layer before can
+    exchange its states.
     """
     leaves, tree = jax.tree.flatten_with_path(params)
     matrices = [i for i, (path, _) in enumerate(leaves) if path[0].key.endswith("_proj")]
