@@ -16,6 +16,8 @@ import jaxkern
 from jaxkern.core.target import interpreter
 from jaxkern.ops.curves import Activation
 from jaxkern.ops.linear import kernel, tiles
+from jaxkern.ops.linear.op import Products
+from jaxkern.ops.norm.op import Settings, norm_then
 from tests import check
 from tests.check import FOUR_DEVICES, PLAIN, combinations, mesh_of
 from tests.test_activations import CLAMPED, exhaustive, gated_plain, oracle_of
@@ -664,12 +666,18 @@ SPLIT_COLUMNS = dataclasses.replace(
 
 
 def after_norm(x, weight, w, other, residual, gate, implementation="xla"):
-    """Two products in bf16 after a norm, and the sum that it gives."""
-    x, gate, *weights = (v.astype(jnp.bfloat16) for v in (x, gate, w / 16, other / 16))
-    of_norm = {"residual": residual, "gate": gate, "norm_before_gate": False}
-    joined = functools.partial(jaxkern.rms_norm_linear, implementation=implementation)
-    (first, second), h = joined(x, weight, tuple(weights), weight_offset=0.5, **of_norm)
-    return first.astype(jnp.float32) - 2 * second + h.mean(-1, keepdims=True)
+    """Two products after a norm, and the sum that it gives; by its kernels as blocks have them."""
+    weights, options = (w / 16, other / 16), {"weight_offset": 0.5, "norm_before_gate": False}
+    if implementation == "mosaic":  # which multiplies no float32
+        arrays, settings = (x, weight, None, residual, gate), Settings(1e-6, **options)
+        of_norm = "rms_norm_linear", "rms_norm", arrays, settings, implementation
+        then = Products.of(x, weights, None, precision="highest")
+        (first, second), h = norm_then(*of_norm, then, (weights, (None, None)))
+    else:
+        options |= {"residual": residual, "gate": gate, "precision": "highest"}
+        joined = functools.partial(jaxkern.rms_norm_linear, implementation=implementation)
+        (first, second), h = joined(x, weight, weights, **options)
+    return first - 2 * second + h.mean(-1, keepdims=True)
 
 
 AFTER_NORM = check.Op(
@@ -685,7 +693,6 @@ AFTER_NORM = check.Op(
     features="k",
     all_reduces=1,
     vmaps=[(0, None, None, None, 0, 0), (None, 0, 0, 0, None, None)],
-    tolerance=2.0**-6,  # dx is of two products' gradients, each and their sum rounded to bf16
     once=True,
     slow=[("value", "mosaic"), ("vmap(grad)", "mosaic"), ("grad(grad)", "mosaic")],
     cells=[
@@ -722,8 +729,8 @@ def test_norm_and_linear_keep_their_arguments_alone():
 
 def test_products_in_an_op_on_an_explicit_mesh_of_one_device():
     """Zeros like an array that is split over one device are not split."""
-    place = lambda *shape, **options: jax.device_put(
-        jnp.ones(shape, **options),
+    place = lambda *shape: jax.device_put(
+        jnp.ones(shape),
         NamedSharding(mesh_of(AxisType.Explicit, 1), P("x", *[None] * (len(shape) - 1))),
     )
     x, w, u = place(4, 3, 128), place(128, 8), place(2, 5, 8)

@@ -107,7 +107,7 @@ class LanguageModel:
           top_p: draw from the likeliest tokens that together have this probability.
           seed: of the draws; prompt i draws by ``seed + i``.
           dtype: of the matrices and the products with them, such as ``"fp32"``; ``None`` for
-            bfloat16 on a GPU, which takes half the time, and float32 elsewhere.
+            bfloat16 on a GPU, which reads half the bytes, and float32 elsewhere.
           stop: texts; the continuation of a text ends before the first that it has whole.
           timing: is told of the tokens that are decoded.
 
