@@ -52,6 +52,7 @@ OPS = {
     "causal_conv1d": _op("causal_conv1d", 32, 128),
     "causal_conv1d of few channels": _op("causal_conv1d", 32, 6),
     "selective_scan": _op("selective_scan", 32, 6, checkpoint_every=8),
+    "selective_scan seldom saved": _op("selective_scan", 32, 6, checkpoint_every=16),
     "selective_scan none saved": _op("selective_scan", 32, 6, checkpoint_every=None),
     "ssd": _op("ssd", 512, 4, checkpoint_every=128),
     "ssd none saved": _op("ssd", 512, 4, checkpoint_every=None),
@@ -143,7 +144,9 @@ def _placed(op: Any, arrays: Any, mesh: Any, **split: Any) -> tuple[Any, ...]:
         exhaustive("causal_conv1d", "packed", (2, 2), {"l": ("y", "x")}, AUTO, None),
         exhaustive("causal_conv1d of few channels", "packed", (4,), {"l": "x"}, AUTO, None),
         exhaustive("selective_scan", "packed", (4,), {"l": "x"}, EXPLICIT, "xla"),
-        exhaustive("selective_scan", "alone", (2, 2), {"l": ("x", "y")}, EXPLICIT, None),
+        exhaustive(
+            "selective_scan seldom saved", "alone", (2, 2), {"l": ("x", "y")}, EXPLICIT, None
+        ),
         exhaustive("selective_scan", "packed", (2, 2), {"l": "y", "d": "x"}, AUTO, None),
         exhaustive("selective_scan none saved", "continued", (4,), {"l": "x"}, AUTO, None),
         exhaustive("ssd", "packed", (4,), {"l": "x"}, EXPLICIT, "xla"),

@@ -49,14 +49,19 @@ def match_primal(grad: Any, primal: Any) -> Any:
 
 def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
     """Makes `axis` of `x` whole on an Explicit mesh, unless it is in parts that divide a number."""
+    if unless_parts_of % parts_of(x, axis) == 0:
+        return x
     sharding = jax.typeof(x).sharding
     spec = [*_padded(sharding.spec, x.ndim)]
-    if spec[axis] is None:
-        return x
-    if unless_parts_of % math.prod(sharding.mesh.shape[n] for n in _axis_names(spec[axis])) == 0:
-        return x
     spec[axis] = None
     return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def parts_of(x: Any, axis: int) -> int:
+    """Counts the parts into which an Explicit mesh splits `axis` of `x`."""
+    sharding = jax.typeof(x).sharding
+    entry = _padded(sharding.spec, x.ndim)[axis]
+    return math.prod(sharding.mesh.shape[name] for name in _axis_names(entry) if name)
 
 
 def match_sharding(x: Any, like: Any) -> Any:

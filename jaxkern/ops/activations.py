@@ -22,7 +22,6 @@ and Doya, 2017, arXiv:1702.03118 (SiLU); So et al., Primer, 2021, arXiv:2109.086
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import TypeOf, match_primal, match_sharding
+from jaxkern.core.mesh import TypeOf, match_primal, match_sharding, parts_of
 from jaxkern.mosaic.elementwise import Lanes, launch, unsupported
 from jaxkern.mosaic.lanes import join_lanes, sum_in_lanes
 from jaxkern.mosaic.launch import LANES
@@ -266,7 +265,7 @@ def run(
         f = functools.partial(pointwise_reference, function)
         return named(op, recomputing(f)(*ins))
     x, options = ins[0], ActivationOptions(op, function, mode, joined)
-    if function != Pointwise("relu") or x.ndim == 0 or x.shape[-1] % (_BYTE * _parts_of_rows(x)):
+    if function != Pointwise("relu") or x.ndim == 0 or x.shape[-1] % (_BYTE * parts_of(x, -1)):
         return _pointwise_jit(ins, options)
     grouped = x.reshape(*x.shape[:-1], x.shape[-1] // _BYTE, _BYTE)
     options = dataclasses.replace(options, masked=True)
@@ -318,16 +317,8 @@ _pointwise_jit = Differentiable(_pointwise_fwd, _pointwise_bwd, _pointwise)
 
 def _match_split(out: jax.Array, like: jax.Array) -> jax.Array:
     """`out` split as `like`, where its last axis, perhaps half as long, can be."""
-    parts = _parts_of_rows(like)
+    parts = parts_of(like, -1) if like.ndim else 1
     return out if parts > 1 and out.shape[-1] % parts else match_sharding(out, like)
-
-
-def _parts_of_rows(x: jax.Array) -> int:
-    """Counts the parts into which an Explicit mesh splits the last axis of `x`."""
-    sharding = jax.typeof(x).sharding
-    split = sharding.spec[-1] if x.ndim == len(sharding.spec) > 0 else None
-    names = split if isinstance(split, tuple) else (split,)
-    return math.prod(sharding.mesh.shape[name] for name in names if name)
 
 
 def launch_forward(options: ActivationOptions, *ins: Any, sliced: bool = False) -> tuple[Any, ...]:

@@ -68,7 +68,15 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
+from jaxkern.core.mesh import (
+    is_first,
+    is_last,
+    match_primal,
+    match_sharding,
+    on_all,
+    only_if,
+    parts_of,
+)
 from jaxkern.ops import scan_step, segments
 from jaxkern.ops.columns import StepPass, check_columns
 from jaxkern.ops.linear import linear
@@ -144,13 +152,14 @@ def selective_scan(
     segment. The bits are the same on every run.
 
     On a mesh, batch, channels and L may be split between devices; a split N is gathered, and with
-    `num_segments` a split L. Each device scans its part of L, which is a multiple of
-    `checkpoint_every` steps if there is a backward, and one all-gather carries states over. With
+    `num_segments` a split L. Each device scans its part of L, and one all-gather carries states
+    over. If there is a backward, a part must be a multiple of 8 steps, and more states are saved
+    where `checkpoint_every` does not divide it; on a mesh with Auto axes, where the parts are not
+    known in time, it must be a multiple of `checkpoint_every`, and is gathered if it is not. With
     several groups, channels are split in parts of whole groups; others are gathered on a mesh with
-    Explicit axes, and not possible with Auto ones. Inside ``jax.shard_map``, where `sequence_axis`
-    says over which axis L is split, it is the same, but that a part may be any multiple of 8 steps:
-    more states are saved where `checkpoint_every` does not divide it. Gradients of what has no L
-    are then a device's share of a sum, as JAX has them there.
+    Explicit axes, and not possible with Auto ones. Inside ``jax.shard_map``, `sequence_axis` says
+    over which axis L is split, and gradients of what has no L are a device's share of a sum, as
+    JAX has them there.
 
     Args:
       x: (B, L, D), bfloat16, float16 or float32.
@@ -249,7 +258,8 @@ def selective_scan(
     mode = resolve(implementation, unsupported, op="selective_scan")
     if every is not None and unsupported is None:
         every = apart(min(every, RECOMPUTED_EVERY), A.shape[-1], x, args[1], args[6])
-    while over and every and every > CHUNK and x.shape[1] % every:
+    parts = parts_of(x, 1)
+    while (over or parts > 1) and every and every > CHUNK and x.shape[1] % (parts * every):
         every = max(CHUNK, every // (2 * CHUNK) * CHUNK)  # which divides a device's part
     options = SelectiveScanOptions(
         sizes, return_final_state, every, mode, count, sequence_axis=over
