@@ -212,7 +212,7 @@ SELECTIVE_SCANS = [
             *(_every(_LARGE, count) for count in (64, 128)),
             *(Shape((*_SQUARE, n)) for n in (64, 128)),
             *(Shape((*s, 16)) for s in ((1, 65536, 2048), (8, 36864, 8192))),
-            *(_every(_SQUARE, count) for count in (64, None, 1)),
+            *(_every(_SQUARE, count) for count in (32, 64, None, 1)),
         ],
         small=Shape((2, 256, 256, 16), "float32"),
     ),

@@ -27,7 +27,7 @@ second block's chunk."""
 
 DEFAULT_CHECKPOINT_EVERY = 32
 """Steps from one saved state to the next, by default: a quarter of the states of every 8 steps, for
-some 5% of the time of both passes."""
+9% more time in both passes (804 and 738 µs, 8 × 2048 × 1536 × 16 on an H200)."""
 
 RECOMPUTED_EVERY = 64
 """Steps between the states that a backward computes first where none were saved, and the most
