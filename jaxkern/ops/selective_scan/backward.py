@@ -4,7 +4,7 @@ A block goes from the end through units of the sequence, each from one saved sta
 runs a unit up, and keeps the state before every group of a few steps in shared memory. Then it goes
 through the groups from the end: up, with the states before the steps and the decays in registers,
 and down with the gradients. So every decay is computed twice, and the saved states may lie up to
-32 steps apart: keeping the decays of a unit in shared memory, or the state before its every step,
+64 steps apart: keeping the decays of a unit in shared memory, or the state before its every step,
 would cost more time there than the exponentials do.
 
 dA, dD and the gradient of dt_bias are sums of each block, dB and dC of each block's channels, added

@@ -190,8 +190,8 @@ def selective_scan(
       checkpoint_every: how many steps apart states are saved for the backward: 1 for all states, a
         multiple of 8, or ``None`` for none at all, where the backward runs the forward again. The
         backward runs the steps in between once more, with their states in shared memory: 8 is the
-        fastest, 64 the most, and what has no room there (float32 or more than 16 states, say) is
-        saved at half the distance, or less.
+        fastest, 64 the most, and what has no room there is saved more often: beyond 32 states (in
+        float32 beyond 16, or 8 with a gate) every 32nd step at the most, beyond 128 every 8th.
       sequence_axis: inside ``jax.shard_map``, the mesh axis, or axes, over which L is split: the
         arrays are then a device's part of L, and the final state is the same on all devices.
       implementation: ``"mosaic"`` for the Pallas GPU kernels (N up to 384), ``"xla"`` for plain

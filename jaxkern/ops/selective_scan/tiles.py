@@ -27,7 +27,7 @@ CHANNELS = 2
 """R: channels of a lane, which share its reads of B and C."""
 
 MAX_STATES = 384
-"""32 lanes hold 12 states each; with more, the states of a chunk would not fit into registers."""
+"""32 lanes hold 12 states each; with more, the states of a group would not fit into registers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ def half(tile: ScanTile) -> ScanTile | None:
 
 
 def backward_tile(states: int) -> ScanTile:
-    """Picks at most 8 states a lane up to 64: registers hold each before every step of a chunk."""
+    """Picks at most 4 states a lane up to 128: registers hold each before every step of a group."""
     return _tile(states, (16, 32, 64), summed=True)
 
 
