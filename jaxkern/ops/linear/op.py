@@ -92,7 +92,7 @@ def linear(
         fp32, ``"TF32_TF32_F32"`` for tf32.
       implementation: ``"mosaic"`` for the Pallas GPU kernels, ``"xla"`` for plain JAX, ``None`` for
         the kernels on a GPU of compute capability 9.0 (Hopper), at sizes where they are measured
-        faster than cuBLAS.
+        faster than cuBLAS; of up to four rows in 16 bits without an activation, from 8.0 on.
 
     Returns:
       (..., N), the dtype of `x`.
