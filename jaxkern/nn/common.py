@@ -240,8 +240,9 @@ class BlockCalls:
         """x (B, L, D) -> the same shape; with `return_cache`, also the cache for what follows.
 
         The options are `return_cache` and `segment_ids`: packed sequences end where `segment_ids`
-        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`; and
-        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits. See
+        (B, L), integers, change, and a NaN surely stays in its sequence with `isolate_nan`;
+        `axis_name` and `sequence_axis`, of what ``jax.shard_map`` splits; `norm`, for the block to
+        compute the norm before it; and of Mamba `checkpoint_every`. See
         :func:`jaxkern.nn.mamba.mamba`, :func:`jaxkern.nn.mamba2.mamba2` and
         :func:`jaxkern.nn.delta_net.delta_net`.
         """
