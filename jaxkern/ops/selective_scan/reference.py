@@ -22,8 +22,7 @@ from jaxkern.ops.scan_options import SequenceBlocks, StepSizes, split_groups
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 CHUNK = 8
-"""Steps of a chunk. In the kernels, 16 would leave a multiprocessor no room for the states of a
-second block's chunk."""
+"""Steps of a chunk, which a kernel copies to shared memory at once."""
 
 DEFAULT_CHECKPOINT_EVERY = 32
 """Steps from one saved state to the next, by default: a quarter of the states of every 8 steps, for
