@@ -71,7 +71,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import (
     is_first,
     is_last,
-    match_primal,
+    match_primals,
     match_sharding,
     on_all,
     only_if,
@@ -341,14 +341,7 @@ def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, cros
 def _selective_scan_bwd(options, res, cotangents):
     args, states = res
     *grads, _ = BACKWARD(options, *args, states, *cotangents)
-    return _matched(grads, args)
-
-
-def _matched(grads: Any, args: Any) -> tuple[Any, ...]:
-    return tuple(
-        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
-        for grad, arg in zip(grads, args, strict=True)
-    )
+    return match_primals(grads, args)
 
 
 _jitted = Differentiable(_selective_scan_fwd, _selective_scan_bwd, _selective_scan)
@@ -378,7 +371,7 @@ def _projected_bwd(options, res, cotangents):
     with_output = dataclasses.replace(options, output=True)
     *grads, out = BACKWARD(with_output, *args, states, dout, dfinal)
     out = join_groups(match_sharding(out, args[0]), 2)
-    return *_matched(grads, args), jax.vjp(lambda w: linear(out, w), weight)[1](dproduct)[0]
+    return *match_primals(grads, args), jax.vjp(lambda w: linear(out, w), weight)[1](dproduct)[0]
 
 
 _projected_jit = Differentiable(_projected_fwd, _projected_bwd, _projected)
