@@ -310,7 +310,7 @@ def _backward(weights: int) -> BackwardPasses:
 
 
 BACKWARD = {weights: _backward(weights) for weights in (1, 2)}
-"""By the number of weights that multiply the same x."""
+"""The backward's passes by the number of weights that multiply the same x."""
 
 
 # A norm and the linear layers after it, which do not keep its result

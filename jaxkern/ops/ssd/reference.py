@@ -85,7 +85,7 @@ class Tokens(NamedTuple):
 
     @property
     def saved(self) -> Any:
-        """In fp16 a state that grows could not be held."""
+        """The dtype of saved states: bf16 of bf16, else fp32; fp16 cannot hold one that grows."""
         if self.x.dtype == jnp.bfloat16:
             return jnp.bfloat16
         return jnp.promote_types(self.x.dtype, jnp.float32)
