@@ -1,4 +1,4 @@
-"""What tests of ssd and selective_scan share: a float64 oracle, plain JAX, inputs, checks."""
+"""Tools of tests of scans: a float64 oracle, plain JAX, inputs, results by name, checks."""
 
 import dataclasses
 
@@ -151,12 +151,12 @@ def cotangents(arrays):
     return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
 
 
-def results_by_name(arrays, **how):
+def results_by_name(arrays, of=scan, names=NAMES, **how):
     """``run(name, *at)``: results and gradients by name, where an array has NaN at an index.
 
     Without a name none has. Those of ``out`` and ``final`` are of the cotangents.
     """
-    names = (*NAMES, "out", "final")
+    names = (*names, "out", "final")
     given = dict(zip(names, (*arrays, *cotangents(arrays)), strict=True))
 
     def run(name=None, *at, **options):
@@ -164,7 +164,7 @@ def results_by_name(arrays, **how):
         if name is not None:
             values[name][at] = np.nan
         *values, dout, dfinal = values.values()
-        program = check.program(scan, return_final_state=True, **how)
+        program = check.program(of, return_final_state=True, **how)
         results, grads = program(tuple(values), (dout, dfinal), **options)
         return dict(zip(names, (*grads, *results), strict=True))
 
@@ -249,12 +249,12 @@ def packed_ids(batch, length, every=4):
     return jnp.asarray(np.cumsum(new, axis=1), jnp.int32)
 
 
-def both_results(scan, *arrays, implementation="xla", **options):
-    """One array that depends on the output and on the final state."""
+def both_results(scan, *arrays, implementation="xla", axis=-1, **options):
+    """One array that depends on the output and on the final state, a sum over `axis` of this."""
     if jnp.issubdtype(arrays[-1].dtype, jnp.integer):
         *arrays, options["segment_ids"] = arrays
     out, final = scan(*arrays, implementation=implementation, return_final_state=True, **options)
-    return out + jnp.sum(final, axis=-1)[:, None]
+    return out + jnp.sum(final, axis=axis)[:, None]
 
 
 def with_groups(op, arrays, axes, slow=()):
