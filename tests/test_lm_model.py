@@ -321,16 +321,9 @@ def test_presets_have_the_papers_sizes():
         assert count_params(params) == size, name
 
 
-def test_initialisation_is_the_papers():
+def test_layers_begin_apart_with_outputs_for_their_number():
     shape = ModelConfig(64, 3)
-    params = jit(lambda: init_state(config_of(shape), FP32))().params
-    blocks = params["blocks"]
-    dt = np.logaddexp(0, blocks["dt_bias"])
-    assert 0.9e-3 < dt.min() < 2e-3
-    assert 5e-2 < dt.max() < 1.1e-1
-    every = np.broadcast_to(np.arange(1, 17), (3, 128, 16))
-    np.testing.assert_allclose(np.exp(blocks["A_log"]), every, rtol=1e-6)
-    assert (np.array(blocks["D"]) == 1).all()
+    blocks = jit(lambda: init_state(config_of(shape), FP32))().params["blocks"]
     assert (np.array(blocks["norm"]) == 1).all()
     bound = 128**-0.5 / 3**0.5
     assert 0.98 * bound < np.abs(blocks["out_proj"]).max() <= bound
