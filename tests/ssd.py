@@ -147,7 +147,7 @@ def scan(*arrays, implementation, op=jaxkern.ssd, dt_softplus=True, **options):
 
 
 def cotangents(arrays):
-    """Of the output and of the final state."""
+    """Cotangents of the output and of the final state."""
     return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
 
 

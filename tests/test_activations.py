@@ -159,7 +159,7 @@ def gradients(implementation, calls):
     ),
 )
 def test_accuracy(dtype, shape, names, implementation):
-    """Of several by one program, each of an array of its own."""
+    """Several are computed by one program, each from its own array."""
     names = tuple(names.split())
     xs = tuple(normal(shape, dtype, seed) for seed in range(len(names)))
     options = {"names": names, "dtypes": [dtype] * len(names)}

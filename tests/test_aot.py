@@ -201,7 +201,7 @@ def figures(monkeypatch):
     ],
 )
 def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax, monkeypatch):
-    """Of the op's kernels and of the step's training; a value of ``None`` is taken out."""
+    """In figures of an op's kernels and of a training step; None removes the figure."""
     was = figures(monkeypatch)
     now = copy.deepcopy(was)
     part, *keys = path.split()

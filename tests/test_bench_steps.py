@@ -277,7 +277,7 @@ def test_layers_are_timed_of_the_kinds_that_are_named(tmp_path):
 
 
 def test_bytes_kept_are_those_between_forward_and_backward():
-    """Of x (rows, 64) times a matrix: nothing. Of a product of two: both of them."""
+    """A product with a matrix keeps nothing, and the product of two arrays both of them."""
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((2**14, 64), jnp.float32)
 

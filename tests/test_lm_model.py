@@ -61,7 +61,7 @@ def windows(batch=4, length=24, seed=0):
 
 @KIND
 def test_logits_are_those_of_float64(shape):
-    """Of two documents in a row, of which neither sees the other."""
+    """For two documents in a row, neither of which sees the other."""
     tokens, params = windows()[:, :-1].astype(np.int32), random_params(shape)
     segments = jnp.broadcast_to(np.repeat([3, 1], 12), tokens.shape)
     model = lambda tokens: nnx.merge(make_model(shape, Options()), params)(
@@ -289,7 +289,7 @@ def test_forward_mode_of_what_is_computed_again():
 
 @pytest.mark.parametrize(("remat", "whole"), [("cheap", True), ("scan", False), ("layer", False)])
 def test_remat_of_products_computes_logits_in_parts(remat, whole):
-    """Of 655 MB of logits."""
+    """All of the logits at once would take 655 MB."""
     shape = dataclasses.replace(MICRO, vocab_size=40_000)
     params = jax.eval_shape(lambda: initial_params(shape))
     loss = functools.partial(loss_fn, make_model(shape, Options(remat=remat)))
@@ -298,7 +298,7 @@ def test_remat_of_products_computes_logits_in_parts(remat, whole):
 
 
 def test_presets_have_the_papers_sizes():
-    """Of Mamba the published checkpoints', less their vocabulary of 50280 plus ours of 256."""
+    """Mamba's are the published checkpoints', less their vocabulary of 50280 plus ours of 256."""
     published = {"130m": (129_135_360, 768), "370m": (371_516_416, 1024)}
     published["1.4b"] = 1_372_178_432, 2048
     sizes = {name: size - (50_280 - 256) * width for name, (size, width) in published.items()}
@@ -532,7 +532,7 @@ def test_tokens_of_any_integer_dtype_are_the_same(size):
 
 
 def test_a_sweep_compiles_once():
-    """Of another length, rate, warm-up or seed, the programs are the same to the letter."""
+    """With another length, rate, warm-up or seed, the programs' texts are the same."""
     one = config_of(MICRO, steps=100, lr=1e-3, seed=0)
     others = {"warmup": 7, "weight_decay": 0.2, "final": 0.0, "decay": 9}
     other = config_of(MICRO, steps=250, lr=3e-4, seed=7, optimizer=others)

@@ -200,7 +200,7 @@ def test_draws_follow_temperature_top_k_and_top_p(monkeypatch):
 
 
 def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
-    """Where the vocabulary is larger than the tokenizer's, or this one's tokens have a hole."""
+    """The vocabulary is larger than the tokenizer's, or the tokenizer leaves a number out."""
     config, options = dataclasses.replace(MICRO, vocab_size=320), {"top_k": 300, "top_p": 0.99}
     likely = jnp.where(jnp.arange(320) % 9 == 7, 9.0, 1.0)[:, None]
     params = random_params(config)
@@ -303,7 +303,7 @@ def before(text, stops):
 
 
 def test_a_text_ends_before_the_first_stop_however_it_comes():
-    """Of random texts, each in random pieces."""
+    """Random texts come in random pieces."""
     generator = random.Random(0)
     for stops in (["ab"], ["aab", "b"], ["abab", "ba"], ["c"], ["aaaa", "aab"]):
         for _ in range(200):

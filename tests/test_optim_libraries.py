@@ -213,7 +213,7 @@ def test_nnx_state_keeps_its_structure():
 
 
 def test_nnx_loss_scale_and_norm():
-    """As by `apply`: unscaled in the pass, skipped where not finite, and clipped by the norm."""
+    """Gradients are unscaled in the pass, skipped where not finite, and clipped, as by `apply`."""
     model, scaled = Net(), {"loss_scale": DynamicLossScale(1024.0)}
     tx = jaxkern.fused_sgd(0.5, clip_norm=1.0, skip_nonfinite=True)
     step, optimizer = functools.partial(jaxkern.apply, tx), Optimizer(model, tx, wrt=nnx.Param)

@@ -80,7 +80,7 @@ def alone(op, ids, arrays):
 
 
 def cotangents(arrays):
-    """Of the results, which are like the first and the last array."""
+    """Cotangents of the results, which are like the first and the last array."""
     like = arrays[0], arrays[-1]
     return tuple(np.random.default_rng(i).normal(size=v.shape) for i, v in enumerate(like))
 
@@ -103,7 +103,7 @@ def value_and_grads(f, arrays, **options):
     ],
 )
 def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch):
-    """And NaN stays in one: others have the outputs, states and gradients, to the bit.
+    """NaN stays in one: others have the outputs, states and gradients, to the bit.
 
     Segments begin where `tiles` cut the sequence or in between. Where selective_scan is
     interpreted, it is cut in two: 16 tokens in pieces of 8, from one saved state to the next, of

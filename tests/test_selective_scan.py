@@ -367,7 +367,7 @@ def test_selective_scan_reference_in_float64(every, limits):
 
 
 def test_selective_scan_saved_states():
-    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
+    """The backward keeps ⌈L/k⌉ states besides the arguments."""
     x, dt, A, B, C, *_ = inputs(2, 21, 5, 3)
     args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
     for every, count in ((1, 21), (8, 3), (64, 1), (None, None)):

@@ -110,7 +110,7 @@ def test_ssd_reference_in_float64(every, limits, implementation):
 @pytest.mark.parametrize(("every", "count"), [(128, 2), (256, 1), (None, None)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_ssd_saved_states(every, count, dtype):
-    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states, and y if it is gated."""
+    """The backward keeps ⌈L/k⌉ states besides the arguments, and y if it is gated."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.dtype(dtype))
     tokens, steps, weights = shape(2, 200, 1, 5, 3), shape(2, 200, 1, 5), shape(2, 200, 1, 4)
 
@@ -568,7 +568,7 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
 
 
 def test_ssd_kernels_run_where_they_take_the_call():
-    """What they leave is plain JAX's."""
+    """Plain JAX computes the calls that they do not take."""
     for make, taken in (HALF, True), (inputs_and_state, False):
         text = check.lowered(functools.partial(scan, implementation=None), *make(*ONE_STEP))
         assert bool(check.kernel_calls(text)) == taken
