@@ -24,7 +24,7 @@ from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops import activations, curves
 from jaxkern.ops.curves import kernel_functions
 from tests import check
-from tests.check import PLAIN
+from tests.check import PLAIN, exhaustive
 
 
 def with_options(*functions, **options):
@@ -50,10 +50,6 @@ for curve in ("sigmoid", "tanh", "quick_gelu", "relu_squared"):
 
 def normal(shape, dtype, seed=0, scale=2.0):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-
-
-def exhaustive(*values):
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def cases(few, more=(), compiled=()):

@@ -12,6 +12,7 @@ from jaxkern.mosaic import ring
 from jaxkern.ops.linear_scan import op, reference
 from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles, parts
 from tests import check, sequences
+from tests.check import exhaustive
 
 
 def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
@@ -41,7 +42,6 @@ def check_case(arrays, implementation=None, *, tiles=None, **options):
 
 
 REVERSE = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @check.sizes(

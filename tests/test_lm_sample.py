@@ -26,6 +26,7 @@ from jaxkern.lm.step import make_model
 from jaxkern.lm.tokenizer import Bytes, Tokenizer
 from jaxkern.precision import Policy
 from tests import check
+from tests.check import exhaustive
 from tests.language_models import (
     HYBRID,
     MICRO,
@@ -58,9 +59,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(sample, "_PART", 16)
 
 
-@pytest.mark.parametrize(
-    "shape", [MICRO, HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("shape", [MICRO, HYBRID, exhaustive(ROTARY)])
 def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     """After prompts of unequal lengths, in two chunks; attention has room for all of them."""
     monkeypatch.setattr(sample, "_LEAST", 16)

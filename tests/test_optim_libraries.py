@@ -22,6 +22,7 @@ from jaxkern.nn.linen import TrainState
 from jaxkern.optim import kernel
 from jaxkern.precision import DynamicLossScale
 from tests import test_optim
+from tests.check import exhaustive
 from tests.test_optim import BF16, F32
 from tests.test_optim_kernel import lowered
 
@@ -141,7 +142,7 @@ MORE = itertools.product((nnx_steps, linen_steps), ("plain", "folded"))
 
 @pytest.mark.parametrize(
     ("steps", "name"),
-    [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
+    [*DEFAULT, *(exhaustive(*case) for case in MORE)],
 )
 def test_steps_are_those_of_the_unfused_optimizer(steps, name):
     """In the same places, so that one's checkpoint is the other's; in two passes with a warning."""

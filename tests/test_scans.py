@@ -15,11 +15,11 @@ import jaxkern
 from jaxkern.ops import scan_step
 from jaxkern.ops.columns import Columns
 from tests import check, selective_scan, ssd
+from tests.check import exhaustive
 from tests.ssd import INF, NAMES, cotangents
 from tests.test_selective_scan import SELECTIVE_SCAN
 from tests.test_ssd import SSD
 
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 EACH = pytest.mark.parametrize("of", [ssd, selective_scan], ids=["ssd", "selective_scan"])
 
 
@@ -337,7 +337,7 @@ def test_step_accuracy(size, dtype, absent, monkeypatch):
 @pytest.mark.parametrize(
     ("of", "size"),
     [
-        pytest.param(ssd, (2, 4, 16, 32), marks=pytest.mark.exhaustive, id="ssd"),
+        exhaustive(ssd, (2, 4, 16, 32), id="ssd"),
         pytest.param(selective_scan, (2, 128, 16), id="selective_scan"),
     ],
 )
@@ -421,7 +421,7 @@ STEPS = "ssd", "groups of ssd", "selective_scan", "causal_conv1d"
 
 
 @check.BOTH
-@pytest.mark.parametrize("first", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("first", [3, exhaustive(8)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_columns_is_that_of_their_copies(name, first, implementation):
     """To the bit, with ``vmap`` and in its gradients, wherever the columns begin."""

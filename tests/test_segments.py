@@ -16,6 +16,7 @@ from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
 from tests import check, sequences
+from tests.check import exhaustive
 from tests.sequences import OPS
 
 BATCH, LENGTH, COUNT = 3, 21, 4
@@ -42,7 +43,6 @@ LONG_IDS = np.stack(
 LONG = ("ssd", "gated_delta_rule", "KDA")
 """Ops of chunks, whose segments these are."""
 
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 kernels = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.gpu])
 
 
