@@ -186,6 +186,25 @@ def check_others(got, want):
             np.testing.assert_array_equal(kept(got[n]), kept(want[n]))
 
 
+def check_other_segments(run, names, implementation, time, own):
+    """A NaN of row 1 at a time in tokens `own`, in any of these arrays, leaves all others' bits.
+
+    `run` is a :func:`results_by_name`.
+    """
+    want, same = run(), np.testing.assert_array_equal
+    others = lambda v: np.delete(v[1], own, 0)
+    # JAX's own derivative of a product takes NaN of a cotangent to all of a chunk.
+    for name in (*names, *(["out"] if implementation is None else [])):
+        got = run(name, 1, time)
+        assert name == "out" or np.isnan(got["out"][1, time]).all()
+        assert any(np.isnan(got[n][1, own]).any() for n in names)
+        for n in ("final", "initial_state"):
+            same(got[n], want[n])
+        for n in ("out", *names):
+            same(others(got[n]), others(want[n]))
+            same(got[n][0], want[n][0])
+
+
 def check_scan(scan, plain, oracle, arrays, implementation, rounding=0.0, **options):
     """With an initial state among the arrays, the final state and its cotangent are checked too.
 
