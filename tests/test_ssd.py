@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core import target
+from jaxkern.ops.scan_options import by_group
 from jaxkern.ops.ssd import backward, forward, inputs, reference, tiles
-from jaxkern.ops.ssd.reference import SsdOptions, by_group
+from jaxkern.ops.ssd.reference import SsdOptions
 from tests import check
 from tests.ssd import (
     ALONG,

@@ -83,6 +83,7 @@ from jaxkern.ops.linear import linear
 from jaxkern.ops.linear.products import check_operands
 from jaxkern.ops.scan_options import (
     StepSizes,
+    by_group,
     check_checkpoint_every,
     check_layer,
     join_groups,
@@ -97,7 +98,6 @@ from jaxkern.ops.selective_scan.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     RECOMPUTED_EVERY,
     SelectiveScanOptions,
-    by_group,
     decay_of,
     reference_bwd,
     reference_bwd_carry,
@@ -264,7 +264,7 @@ def selective_scan(
     options = SelectiveScanOptions(
         sizes, return_final_state, every, mode, count, sequence_axis=over
     )
-    grouped = (*by_group((*args, initial_state)), keep, crossed)
+    grouped = (*by_group((*args, initial_state), 2), keep, crossed)
     if mode != "xla" and out_weight is not None:
         out, final = _projected_jit(*grouped, out_weight, options)
     elif mode != "xla":
@@ -574,7 +574,7 @@ def selective_scan_step(
     args = check_columns(check, x, dt, A, B, C, D, z, dt_bias)
     of_layer = args[0].shape[0], *args[2].shape
     number, state = check_layer(layer, state, of_layer, _STATE_SHAPE)
-    *grouped, state = by_group((*args, state))
+    *grouped, state = by_group((*args, state), 1)
     reason = scan_step.unsupported(state, *grouped)
     mode = resolve(implementation, reason, op="selective_scan_step")
     options = scan_step.ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)

@@ -72,6 +72,7 @@ from jaxkern.ops.chunks import least_log_decay
 from jaxkern.ops.columns import StepPass, check_columns
 from jaxkern.ops.scan_options import (
     StepSizes,
+    by_group,
     check_checkpoint_every,
     check_layer,
     join_groups,
@@ -86,7 +87,6 @@ from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,
     SsdOptions,
     Tokens,
-    by_group,
     reference_bwd,
     reference_fwd,
     ssd_reference,

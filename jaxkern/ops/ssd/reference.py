@@ -23,7 +23,6 @@ from jaxkern.ops.chunks import (
     scan_bwd,
     scan_fwd,
 )
-from jaxkern.ops.scan_options import split_groups
 from jaxkern.ops.segments import along
 
 SAVED_CHUNK = 128
@@ -49,16 +48,6 @@ class SsdOptions:
 def saves_y(options: SsdOptions, z: Any) -> bool:
     """Whether a forward saves what its gate multiplies, which the gradient of `z` needs."""
     return z is not None and options.save and options.checkpoint_every is not None
-
-
-def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-    """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
-    x, dt, A, B, C, D, z, dt_bias, state = args
-    groups = B.shape[-2]
-    x, dt, z = (split_groups(v, axis, groups) for v in (x, dt, z))
-    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_groups(state, 0 if state is None else state.ndim - 3, groups)
-    return x, dt, A, B, C, D, z, dt_bias, state
 
 
 class Tokens(NamedTuple):
