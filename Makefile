@@ -78,7 +78,6 @@ matrix: environment-aot
 	@EXTRA=cpu .make/setup $(VENV_AOT_OLDEST) constraints/oldest.txt lm,aot
 	$(VENV_AOT_OLDEST)/bin/python -m bench aot $(ARGS)
 
-# Steps for up to 1,024 GPUs: by hand, half an hour; ARGS="--missing" goes on.
 .PHONY: docs
 docs:
 	@.make/setup $(VENV) constraints/newest.txt docs

@@ -36,6 +36,7 @@ from bench.program import RESULTS, Row
 from jaxkern.core import kernel_call, kernel_pass
 from jaxkern.core.target import GPUS, Gpu
 from jaxkern.lm.config import PRESETS, TrainConfig, axes_of
+from jaxkern.lm.memory import needed_memory
 from jaxkern.lm.program import Placement, lowered_step
 
 GENERATIONS = ("a100", "a10g", "l40s", "h200", "b200", "b300", "rtx-pro-6000")
@@ -114,18 +115,17 @@ def compiled(gpu: str, name: str) -> Row:
         told["kernels"] = {n: [list(kernel) for kernel in of] for n, of in kernels.items()}
         every = [kernel for of in kernels.values() for kernel in of]
         if of_step:
-            told["training"] = _training(result.memory_analysis(), text)
+            told["training"] = _training(result, text)
     registers, spills = max((k.registers for k in every), default=0), sum(k.spills for k in every)
     line = f"{time.perf_counter() - start:.1f} s, {len(every)} kernels, at most {registers} "
     return told | {"line": line + f"registers, {spills} bytes spilled"}
 
 
-def _training(stats: Any, text: str) -> Row:
-    """The result of a training step: `stats` are XLA's ``memory_analysis()``."""
+def _training(compiled: jax.stages.Compiled, text: str) -> Row:
+    """The result of a training step, whose final text is `text`."""
     exchanged = compilers.exchanged_in(text)
-    needed = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
     return {
-        "memory": needed - stats.alias_size_in_bytes,
+        "memory": needed_memory(compiled),
         "collectives": {kind: exchanged[kind][0] for kind in COLLECTIVES if kind in exchanged},
         "exchanged": {kind: size for kind, (_, size) in exchanged.items()},
         "copied": compilers.copied_in(text),

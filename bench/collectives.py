@@ -48,7 +48,7 @@ ON_64 |= {"fused_adamw": "k"}
 """Axes of cases that are also compiled for 64 devices."""
 
 Held = dict[str, dict[str, list[int]]]
-"""By pass, ``"forward"`` and ``"both"``: of each kind of collective how many, and their bytes."""
+"""Number and bytes of each kind of collective, by pass: ``"forward"`` and ``"both"``."""
 
 
 def names() -> list[str]:

@@ -151,7 +151,7 @@ class Results:
 
     @functools.cached_property
     def lines(self) -> dict[tuple[str, Key], Line]:
-        """By GPU, and op, shape, dtype and pass; of each contender the fastest row of all files.
+        """Lines by GPU and key, with the fastest row of each contender in all files.
 
         Ours is of the newest file that also has the fastest other library, or else of the newest;
         and so are other ways of ours to train, and what was timed beside them.
@@ -185,7 +185,7 @@ class Results:
 
     @functools.cached_property
     def best(self) -> dict[Key, Line]:
-        """By op, shape, dtype and pass the lines of the GPU that most are of."""
+        """The lines of the GPU that has most of them, by op, shape, dtype and pass."""
         most = Counter(gpu for gpu, _ in self.lines).most_common(1)
         of_no_op = re.compile("training|decoding|.* layer")
         lines = ((key, line) for (gpu, key), line in self.lines.items() if gpu == most[0][0])

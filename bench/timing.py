@@ -35,7 +35,7 @@ class Timing(NamedTuple):
 
 
 Passes = dict[str, tuple[Timing, dict[str, Any]]]
-"""By pass its time, and what else its row has."""
+"""The time of each pass by name, and what else its row has."""
 
 
 def compiled(f: Callable[..., Any], *shapes: Any, **how: Any) -> Any:
@@ -137,7 +137,7 @@ class Program:
         self.told["temp_bytes"] = getattr(memory, "temp_size_in_bytes", 0)
 
     def timed(self, sets: Sequence[Any], calls: int) -> tuple[Timing, dict[str, Any]]:
-        """Its time, and what it takes to compile, and in the first call by itself."""
+        """Times it; tells also what compiling takes, and the first call by itself."""
         start = time.perf_counter()
         jax.block_until_ready(self.run(*sets[0]))
         first = short(time.perf_counter() - start)

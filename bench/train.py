@@ -70,7 +70,7 @@ from bench.program import Row
 from jaxkern.lm import sample
 from jaxkern.lm.config import PRESETS, ModelConfig, RunError
 from jaxkern.lm.hf_layouts import layout_of
-from jaxkern.lm.memory import check_memory
+from jaxkern.lm.memory import check_memory, needed_memory
 from jaxkern.lm.model import MambaLM, Options, count_params, decayed
 from jaxkern.lm.step import compiler_options, loss_fn, make_model
 from jaxkern.nn import mamba2
@@ -233,11 +233,9 @@ def of_jax(job: Job) -> Trainer:
         return loss, loss.block_until_ready
 
     def told() -> Row:
-        m: Any = compiled.memory_analysis()
-        needed = m.temp_size_in_bytes + m.argument_size_in_bytes + m.output_size_in_bytes
         return {
             "peak_gib": peak_gib(device),
-            "program_gib": round((needed - m.alias_size_in_bytes) / GIB, 2),
+            "program_gib": round(needed_memory(compiled) / GIB, 2),
             "compile_s": round(seconds, 1),
             "versions": versions("jax", *([] if own else ["jla"])),
         }

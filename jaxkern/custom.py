@@ -17,7 +17,7 @@ from jax.custom_batching import custom_vmap
 from jaxkern.core import target
 from jaxkern.core.arguments import as_array
 from jaxkern.core.bound import standard_promotion
-from jaxkern.core.derivatives import Differentiable
+from jaxkern.core.derivatives import Differentiable, without_derivative
 from jaxkern.core.dispatch import Implementation, Mode, resolve
 from jaxkern.core.kernel_pass import KernelPass
 from jaxkern.core.mesh import TypeOf, match_primal
@@ -154,7 +154,7 @@ def custom_op(
         arrays = tuple(
             a
             if a is None or each in grads or not jnp.issubdtype(a.dtype, jnp.inexact)
-            else _without_gradient(a, name, each)
+            else without_derivative(a, _NO_GRADIENT.format(name, each))
             for each, a in zip(ins, arrays, strict=True)
         )
         mode = resolve(implementation, None, op=name)
@@ -171,6 +171,12 @@ def custom_op(
     op.__name__ = op.__qualname__ = name
     op.__doc__ = reference.__doc__
     return op
+
+
+_NO_GRADIENT = (
+    "{0} has no gradient by {1}, and {1} depends on what is differentiated here; pass "
+    "jax.lax.stop_gradient({1}), or name d{1} in the op's backward"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,22 +466,6 @@ def _differentiable(
         return (tuple(map(typed, ins, types)),)
 
     return Differentiable(fwd, bwd)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
-def _without_gradient(x: jax.Array, op: str, name: str) -> jax.Array:
-    """`x`, by which the op has no gradient."""
-    del op, name
-    return x
-
-
-@_without_gradient.defjvp
-def _refuse_gradient(op: str, name: str, primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise NotImplementedError(
-        f"{op} has no gradient by {name}, and {name} depends on what is differentiated here; pass "
-        f"jax.lax.stop_gradient({name}), or name d{name} in the op's backward"
-    )
 
 
 # Triton

@@ -42,6 +42,7 @@ WHOLE = pytest.mark.parametrize(
 )
 """Sizes that take the interpreter too long: kernels compiled, and plain JAX."""
 FOUR_DEVICES = pytest.mark.skipif(jax.device_count() < 4, reason="needs 4 devices")
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def without_wgmma():

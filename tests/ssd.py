@@ -1,4 +1,4 @@
-"""What tests of ssd and selective_scan share: a float64 oracle, plain JAX, inputs, checks."""
+"""Tools of tests of scans: a float64 oracle, plain JAX, inputs, results by name, checks."""
 
 import dataclasses
 
@@ -147,16 +147,16 @@ def scan(*arrays, implementation, op=jaxkern.ssd, dt_softplus=True, **options):
 
 
 def cotangents(arrays):
-    """Of the output and of the final state."""
+    """Cotangents of the output and of the final state."""
     return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
 
 
-def results_by_name(arrays, **how):
+def results_by_name(arrays, of=scan, names=NAMES, **how):
     """``run(name, *at)``: results and gradients by name, where an array has NaN at an index.
 
     Without a name none has. Those of ``out`` and ``final`` are of the cotangents.
     """
-    names = (*NAMES, "out", "final")
+    names = (*names, "out", "final")
     given = dict(zip(names, (*arrays, *cotangents(arrays)), strict=True))
 
     def run(name=None, *at, **options):
@@ -164,7 +164,7 @@ def results_by_name(arrays, **how):
         if name is not None:
             values[name][at] = np.nan
         *values, dout, dfinal = values.values()
-        program = check.program(scan, return_final_state=True, **how)
+        program = check.program(of, return_final_state=True, **how)
         results, grads = program(tuple(values), (dout, dfinal), **options)
         return dict(zip(names, (*grads, *results), strict=True))
 
@@ -184,6 +184,25 @@ def check_others(got, want):
     for names, kept in of_kinds:
         for n in got.keys() & set(names):
             np.testing.assert_array_equal(kept(got[n]), kept(want[n]))
+
+
+def check_other_segments(run, names, implementation, time, own):
+    """A NaN of row 1 at a time in tokens `own`, in any of these arrays, leaves all others' bits.
+
+    `run` is a :func:`results_by_name`.
+    """
+    want, same = run(), np.testing.assert_array_equal
+    others = lambda v: np.delete(v[1], own, 0)
+    # JAX's own derivative of a product takes NaN of a cotangent to all of a chunk.
+    for name in (*names, *(["out"] if implementation is None else [])):
+        got = run(name, 1, time)
+        assert name == "out" or np.isnan(got["out"][1, time]).all()
+        assert any(np.isnan(got[n][1, own]).any() for n in names)
+        for n in ("final", "initial_state"):
+            same(got[n], want[n])
+        for n in ("out", *names):
+            same(others(got[n]), others(want[n]))
+            same(got[n][0], want[n][0])
 
 
 def check_scan(scan, plain, oracle, arrays, implementation, rounding=0.0, **options):
@@ -249,12 +268,12 @@ def packed_ids(batch, length, every=4):
     return jnp.asarray(np.cumsum(new, axis=1), jnp.int32)
 
 
-def both_results(scan, *arrays, implementation="xla", **options):
-    """One array that depends on the output and on the final state."""
+def both_results(scan, *arrays, implementation="xla", axis=-1, **options):
+    """One array that depends on the output and on the final state, a sum over `axis` of this."""
     if jnp.issubdtype(arrays[-1].dtype, jnp.integer):
         *arrays, options["segment_ids"] = arrays
     out, final = scan(*arrays, implementation=implementation, return_final_state=True, **options)
-    return out + jnp.sum(final, axis=-1)[:, None]
+    return out + jnp.sum(final, axis=axis)[:, None]
 
 
 def with_groups(op, arrays, axes, slow=()):

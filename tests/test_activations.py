@@ -24,7 +24,7 @@ from jaxkern.mosaic.launch import launch_kernel
 from jaxkern.ops import activations, curves
 from jaxkern.ops.curves import kernel_functions
 from tests import check
-from tests.check import PLAIN
+from tests.check import PLAIN, exhaustive
 
 
 def with_options(*functions, **options):
@@ -50,10 +50,6 @@ for curve in ("sigmoid", "tanh", "quick_gelu", "relu_squared"):
 
 def normal(shape, dtype, seed=0, scale=2.0):
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
-
-
-def exhaustive(*values):
-    return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def cases(few, more=(), compiled=()):
@@ -159,7 +155,7 @@ def gradients(implementation, calls):
     ),
 )
 def test_accuracy(dtype, shape, names, implementation):
-    """Of several by one program, each of an array of its own."""
+    """Several are computed by one program, each from its own array."""
     names = tuple(names.split())
     xs = tuple(normal(shape, dtype, seed) for seed in range(len(names)))
     options = {"names": names, "dtypes": [dtype] * len(names)}

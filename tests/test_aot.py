@@ -146,12 +146,6 @@ def test_a_fusion_is_told_that_forgets_what_is_in_place():
         assert compilers.out_of_place(f"%{name} (p: f32[2]) -> f32[2] {{\n  {call}\n}}\n") == lost
 
 
-def test_memory_counts_donated_arguments_once():
-    sizes = {"argument": 100, "output": 90, "alias": 80, "temp": 7}
-    stats = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
-    assert aot._training(stats, "")["memory"] == 117
-
-
 def test_gpus_are_described():
     config = compilers.target_config(GPUS["h200"])
     assert "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED" in config
@@ -207,7 +201,7 @@ def figures(monkeypatch):
     ],
 )
 def test_what_got_worse_is_told_and_nothing_else(path, to, told, of_another_jax, monkeypatch):
-    """Of the op's kernels and of the step's training; a value of ``None`` is taken out."""
+    """In figures of an op's kernels and of a training step; None removes the figure."""
     was = figures(monkeypatch)
     now = copy.deepcopy(was)
     part, *keys = path.split()

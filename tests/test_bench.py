@@ -165,7 +165,7 @@ def test_products_are_beside_their_ceiling(tmp_path, capsys):
 
 @pytest.mark.exhaustive
 def test_a_loss_is_timed_with_its_gradient():
-    """And one that is off by little, or has no gradient, is a wrong result."""
+    """A loss that is slightly off, or has no gradient, is a wrong result."""
 
     def measured(change):
         """By a loss of a weight that lies as an embedding does, and of a changed x."""
@@ -314,7 +314,7 @@ def test_who_times_is_alone_and_goes_before_those_who_compile(tmp_path, monkeypa
 
 
 def test_kernels_of_other_threads_are_counted_to_their_calls():
-    """As a backward's, that CUPTI may report after all forwards."""
+    """CUPTI may report a backward's, from its thread, after all forwards."""
     forward, backward = [("f", 1.0), ("f", 2.0)], [("g", 10.0), ("h", 5.0), ("g", 20.0), ("h", 5.0)]
     assert timing.by_call(forward + backward, 2) == ([16.0, 27.0], ["f", "g", "h"])
     with pytest.raises(RuntimeError, match="3 kernels were recorded for 2 calls"):

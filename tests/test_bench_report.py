@@ -52,7 +52,7 @@ def test_the_report_is_short_and_has_every_op():
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_pictures_are_up_to_date(every, tmp_path, monkeypatch):
-    """What they say, and by the matplotlib that drew them their paths, too."""
+    """Their texts; their paths too, by the matplotlib version that drew them."""
     committed = report.PICTURES
     monkeypatch.setattr(report, "PICTURES", tmp_path)
     if every:

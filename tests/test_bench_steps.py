@@ -14,6 +14,7 @@ from bench import devices, layers, processes, train
 from bench.cases import case
 from jaxkern.lm.config import PRESETS
 from jaxkern.nn import mamba2
+from tests.check import exhaustive
 
 TRAINED = train.Job("jaxkern", "micro", length=16, tokens=70, steps=12, warmup=2)
 DECODED = train.Decoding("jaxkern", "micro", 300, batches=(1, 3), prompt=5, tokens=16, repeats=1)
@@ -150,13 +151,10 @@ SPLIT += [("tensor=2", 16, 0.02)]  # parts are rounded to bf16 before they are a
 @pytest.mark.parametrize(
     ("what", "sizes", "mesh", "tokens", "error"),
     [
-        *(pytest.param("micro", (1, 16), *case, marks=pytest.mark.exhaustive) for case in SPLIT),
+        *(exhaustive("micro", (1, 16), *case) for case in SPLIT),
         ("linear_scan", (1, 64, 8), "none", 64, None),
         ("linear_scan", (1, 64, 8), "sequence=2", 64, 1e-5),
-        pytest.param(
-            *("gated_delta_rule", (1, 512, 2, 8, 8, 1), "sequence=2", 512, 1e-5),
-            marks=pytest.mark.exhaustive,
-        ),
+        exhaustive("gated_delta_rule", (1, 512, 2, 8, 8, 1), "sequence=2", 512, 1e-5),
     ],
 )
 def test_what_is_split_is_timed_and_has_the_results_of_one_device(what, sizes, mesh, tokens, error):
@@ -277,7 +275,7 @@ def test_layers_are_timed_of_the_kinds_that_are_named(tmp_path):
 
 
 def test_bytes_kept_are_those_between_forward_and_backward():
-    """Of x (rows, 64) times a matrix: nothing. Of a product of two: both of them."""
+    """A product with a matrix keeps nothing, and the product of two arrays both of them."""
     w = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     x = jax.ShapeDtypeStruct((2**14, 64), jnp.float32)
 

@@ -91,7 +91,7 @@ def test_implementations_that_there_are_not_are_refused(name):
 
 
 def test_an_unknown_default_implementation_is_named():
-    """As JAXKERN_IMPLEMENTATION may have it, which nothing checks before."""
+    """JAXKERN_IMPLEMENTATION may give one, as nothing checks it before a call."""
     with pytest.raises(ValueError, match=r"None, got 'triton'"), dispatch._default("triton"):
         jaxkern.rms_norm(jnp.ones((2, 8)))
     with (

@@ -11,9 +11,9 @@ import jaxkern
 from jaxkern.ops.causal_conv1d import causal_conv1d_reference, kernel
 from jaxkern.ops.causal_conv1d.tiles import ConvTile
 from tests import check, sequences
+from tests.check import exhaustive
 
 KERNELS = "causal_conv1d_fwd", "causal_conv1d_bwd"
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 OP = sequences.OPS["causal_conv1d"]
 convolve, check_case = OP.call, functools.partial(sequences.check_case, OP.call, OP.oracle)
 

@@ -253,7 +253,7 @@ def test_large_and_infinite_logits(way):
 
 
 def test_labels_of_other_dtypes():
-    """Of more classes than the dtype can count."""
+    """With more classes than the dtype can count."""
     logits = inputs((4,), 300, 1)[0]
     dtypes = ["int32", "int8", "uint8", "int16", "uint32"]
     labels = [np.array([3, 0, 100, 127], dtype) for dtype in dtypes]
@@ -737,7 +737,7 @@ def test_what_is_in_chunks(change, rows):
 
 @check.combinations("kind sizes", KINDS, [(3, 999), (4, 1020)], few=1)
 def test_classes_on_any_devices(kind, sizes):
-    """As long as it divides them: no logits and no weight is gathered."""
+    """Their number divides the classes: no logits and no weight is gathered."""
     devices, classes = sizes
     x, weight, _, labels = inputs((8,), 16, classes)
     options: Any = {"label_smoothing": 0.1, "z_loss": 1e-3}

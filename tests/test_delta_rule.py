@@ -17,8 +17,8 @@ from jaxkern.ops.chunks import CHUNK
 from jaxkern.ops.delta_rule import call as kernel_arrays
 from jaxkern.ops.delta_rule import devices, reference
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY, DeltaRuleOptions
-from tests import check, sequences
-from tests.ssd import packed_ids
+from tests import check, sequences, ssd
+from tests.ssd import check_other_segments, cotangents, packed_ids, results_by_name
 
 NAMES = ("v", "k", "q", "g", "beta", "initial_state")
 SIZE = (2, 130, 4, 8, 16, 2)
@@ -57,11 +57,6 @@ def drawn(*size, by_channel=False, dtype="float32", seed=0):
 def scan(v, k, q, g, beta, state=None, *, implementation=None, **options):
     options |= {"initial_state": state, "implementation": implementation}
     return jaxkern.gated_delta_rule(q, k, v, g, beta, **options)
-
-
-def cotangents(arrays):
-    """Gradients of the output and of the final state."""
-    return jnp.sin(3 * arrays[0]), jnp.cos(arrays[-1])
 
 
 def with_gates(make, arrays):
@@ -341,30 +336,12 @@ def test_delta_rule_of_growing_states_in_short_segments(implementation, by_chann
         np.testing.assert_allclose(got.reshape(-1, 2)[0], [0, 0.9 * 0.1 * np.e**2], rtol=1e-5)
 
 
-def results_by_name(arrays, **how):
-    """``run(name, *at)``: results and gradients by name, where an array has NaN at an index."""
-    names = (*NAMES, "out", "final")
-    given = dict(zip(names, (*arrays, *cotangents(arrays)), strict=True))
-
-    def run(name=None, *at):
-        values = {n: np.array(v) for n, v in given.items()}
-        if name is not None:
-            values[name][at] = np.nan
-        *values, dout, dfinal = values.values()
-        program = check.program(scan, return_final_state=True, implementation=how["implementation"])
-        options = {n: v for n, v in how.items() if n != "implementation"}
-        results, grads = program(tuple(values), (dout, dfinal), **options)
-        return dict(zip(names, (*grads, *results), strict=True))
-
-    return run
-
-
 @EVERY
 @GDN_FIRST
 def test_delta_rule_bad_head_stays_alone(by_channel, implementation):
     """A NaN in one head of one row leaves every other head and row with the bits it had."""
     arrays = drawn(2, 70, 2, 3, 5, 2, by_channel=by_channel)  # a key head for each
-    run = results_by_name(arrays, implementation=implementation)
+    run = results_by_name(arrays, scan, NAMES, implementation=implementation)
     want = run()
     for name in ("v", "k", "q", "g", "beta"):
         got = run(name, 1, 4, 1)
@@ -382,19 +359,9 @@ def test_delta_rule_nan_stays_in_its_segment(by_channel, implementation):
     """In the same chunk, behind it and before it, in the gradients too."""
     ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([10, 10, 12]), axis=1).repeat(2, 0)
     arrays = drawn(2, 32, 2, 3, 5, 2, by_channel=by_channel)
-    run = results_by_name(arrays, implementation=implementation, segment_ids=ids)
-    want, same = run(), np.testing.assert_array_equal
-    others = lambda v: np.delete(v[1], slice(10, 20), 0)
-    # JAX's own derivative of a product takes NaN of a cotangent to all of a chunk.
-    for name in (*NAMES[:-1], *(["out"] if implementation is None else [])):
-        got = run(name, 1, 13)
-        assert name == "out" or np.isnan(got["out"][1, 13]).all()
-        assert any(np.isnan(got[n][1, 10:20]).any() for n in NAMES[:-1])
-        for n in ("final", "initial_state"):
-            same(got[n], want[n])
-        for n in ("out", *NAMES[:-1]):
-            same(others(got[n]), others(want[n]))
-            same(got[n][0], want[n][0])
+    run = results_by_name(arrays, scan, NAMES, implementation=implementation)
+    run = functools.partial(run, segment_ids=ids)
+    check_other_segments(run, NAMES[:-1], implementation, 13, slice(10, 20))
 
 
 @GDN_FIRST
@@ -614,19 +581,11 @@ def test_delta_rule_kernels_need_shared_memory():
 # Transformations and meshes
 
 
-def both_results(*arrays, implementation="xla", **options):
-    """One array that depends on the output and on the final state."""
-    if jnp.issubdtype(arrays[-1].dtype, jnp.integer):
-        *arrays, options["segment_ids"] = arrays
-    options |= {"implementation": implementation, "return_final_state": True}
-    out, final = scan(*arrays, **options)
-    return out + jnp.sum(final, axis=2)[:, None]
+both_results = functools.partial(ssd.both_results, scan, axis=2)
 
 
 def token_by_token(v, k, q, g, beta, state, ids=None):
-    ids = jnp.zeros(v.shape[:2], int) if ids is None else ids
-    new = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
-    out, final = delta_rule(q, k, v, g, beta, state, new)
+    out, final = plain(v, k, q, g, beta, state, segment_ids=ids)
     return out + jnp.sum(final, axis=2)[:, None]
 
 

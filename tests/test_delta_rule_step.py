@@ -13,7 +13,11 @@ from jax.sharding import PartitionSpec as P
 import jaxkern
 from jaxkern.ops.delta_rule import step as step_kernel
 from tests import check, sequences
-from tests.test_delta_rule import KINDS, NAMES, cotangents, drawn, exhaustive
+from tests.ssd import cotangents
+from tests.test_delta_rule import KINDS, NAMES, drawn, exhaustive
+from tests.test_scans import AROUND, check_aliased, check_around, check_layers, check_step, step
+
+STEP = jaxkern.gated_delta_rule_step
 
 
 @KINDS
@@ -24,7 +28,7 @@ def test_delta_rule_step_by_step(by_channel):
     def stepped(v, k, q, g, beta, state):
         def step(state, token):
             v, k, q, g, beta = token
-            run = functools.partial(jaxkern.gated_delta_rule_step, qk_l2norm=True)
+            run = functools.partial(STEP, qk_l2norm=True)
             return run(state, q, k, v, g, beta)[::-1]
 
         tokens = tuple(jnp.moveaxis(x, 1, 0) for x in (v, k, q, g, beta))
@@ -51,13 +55,6 @@ def token(*size, layers=None, **kind):
     if layers is not None:
         state = jnp.stack([state / (1 + i) for i in range(layers)])
     return {n: a[:, 0] for n, a in zip(NAMES, arrays, strict=False)} | {"state": state}
-
-
-def step(arrays, implementation, **options):
-    with check.running(implementation):
-        options |= {"implementation": implementation}
-        run = functools.partial(jaxkern.gated_delta_rule_step, **options)
-        return jax.jit(lambda arrays: run(**arrays))(arrays)
 
 
 TOKENS = {
@@ -94,7 +91,6 @@ DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("g",), ("beta",))
     ],
 )
 def test_delta_rule_step_kernel_accuracy(name, dtype, absent, monkeypatch):
-    """At most twice plain JAX's error."""
     size, kind = TOKENS[name]
     if name in LANES_ACROSS:
         monkeypatch.setattr(step_kernel, "num_sms", lambda: 1)
@@ -108,47 +104,22 @@ def test_delta_rule_step_kernel_accuracy(name, dtype, absent, monkeypatch):
     wide = [*(along(full[n]) for n in NAMES[:-1]), np.asarray(full["state"], np.float64)]
     options = {"qk_l2norm": dtype != "float32"}
     (out, final), _ = sequences.gated_delta_rule(*wide, wide[0], **options)
-    given = arrays | dict.fromkeys(absent)
-    got, plain = (step(given, how, **options) for how in ("mosaic", "xla"))
-    for results in got, plain:
-        assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
-    for mine, theirs, true in zip(got, plain, (out[:, 0], final), strict=True):
-        error = lambda v, true=true: check.relative_error(np.asarray(v), true)
-        assert error(mine) <= 2 * max(error(theirs), 2**-23)
+    check_step(STEP, arrays | dict.fromkeys(absent), (out[:, 0], final), dtype, **options)
 
 
 @check.BOTH
 def test_delta_rule_step_of_a_layer(implementation):
-    """It is updated as it would be alone, and no other, in a loop over the layers too."""
-    arrays = token(2, 2, 32, 16, 2, layers=3)
-    want = step(arrays | {"state": arrays["state"][1]}, implementation)
-    got, states = step(arrays, implementation, layer=1)
-    check.assert_close((got, states[1]), want, 1e-6)
-    np.testing.assert_array_equal(states[::2], arrays["state"][::2])
-
-    @jax.jit
-    def loop(state, arrays):
-        def body(state, layer):
-            how = {"layer": layer, "implementation": implementation}
-            with check.running(implementation):
-                return jaxkern.gated_delta_rule_step(**arrays | {"state": state}, **how)[::-1]
-
-        return jax.lax.scan(body, state, jnp.arange(-1, 2))
-
-    states, outs = loop(arrays["state"], arrays)  # the first is none, and counts as 0
-    check.assert_close((outs[2], states[1]), want, 1e-6)
-    np.testing.assert_array_equal(states[2], arrays["state"][2])
-    with pytest.raises(ValueError, match="layer must be from 0 to 2"):
-        step(arrays, implementation, layer=3)
+    check_layers(STEP, token(2, 2, 32, 16, 2, layers=3), implementation)
 
 
 @pytest.mark.gpu
 def test_delta_rule_step_keeps_nan_in_its_head():
     """A NaN of q is in both heads that share it; one of v in its channel of the state alone."""
     arrays = token(2, 4, 32, 16, 2)
-    want = step(arrays, "mosaic")
+    run = functools.partial(step, STEP, implementation="mosaic")
+    want = run(arrays)
     for name, at, heads in (("v", (1, 2, 5), slice(2, 3)), ("q", (1, 1, 3), slice(2, 4))):
-        out, state = step(arrays | {name: arrays[name].at[at].set(jnp.nan)}, "mosaic")
+        out, state = run(arrays | {name: arrays[name].at[at].set(jnp.nan)})
         others = np.ones((2, 4), bool)
         others[1, heads] = False
         for got, before in ((out, want[0]), (state, want[1])):
@@ -158,37 +129,11 @@ def test_delta_rule_step_keeps_nan_in_its_head():
         assert jnp.isnan(out[1, heads]).all(-1).all() == (name == "q")
 
 
-def mapped(f):
-    return lambda *arrays: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, 0.9 * a]) for a in arrays))
-
-
-OF_ALL = functools.partial(jax.grad, argnums=tuple(range(len(NAMES))))
-AROUND = {
-    "vmap(grad)": lambda f: mapped(OF_ALL(f)),
-    "vmap": mapped,
-    "grad": OF_ALL,
-    "checkpoint": lambda f: jax.checkpoint(OF_ALL(f)),
-}
-
-
 @pytest.mark.gpu
 @check.combinations("around layers", AROUND, [None, 2], few=2)
 def test_delta_rule_step_transformations(around, layers):
-    """Gradients, of the output and the state, as plain JAX has them."""
-    arrays = token(1, 2, 32, 16, 1, layers=layers)
-    layer = None if layers is None else 1
-
-    def call(implementation, *values):
-        with check.running(implementation):
-            options = {"qk_l2norm": True, "layer": layer, "implementation": implementation}
-            named = dict(zip(arrays, values, strict=True))
-            out, state = jaxkern.gated_delta_rule_step(**named, **options)
-            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
-
-    got, want = (
-        jax.jit(around(functools.partial(call, how)))(*arrays.values()) for how in ("mosaic", "xla")
-    )
-    check.assert_close(got, want, 1e-5)
+    options = {"qk_l2norm": True, "layer": None if layers is None else 1}
+    check_around(around, STEP, token(1, 2, 32, 16, 1, layers=layers), **options)
 
 
 @check.FOUR_DEVICES
@@ -199,7 +144,7 @@ def test_delta_rule_step_on_a_mesh(kind):
     arrays = token(2, 4, 32, 16, 2)
     split = NamedSharding(mesh, P("data", "x"))
     placed = {name: jax.device_put(a, split) for name, a in arrays.items()}
-    run = jax.jit(lambda arrays: jaxkern.gated_delta_rule_step(**arrays))
+    run = jax.jit(lambda arrays: STEP(**arrays))
     compiled = run.lower(placed).compile()
     check.assert_close(compiled(placed), run(arrays))
     assert not re.search("all-gather|all-reduce|all-to-all|permute", compiled.as_text())
@@ -207,10 +152,7 @@ def test_delta_rule_step_on_a_mesh(kind):
 
 def test_delta_rule_step_chooses():
     """By default the kernel, in place, where a GPU is and it takes the call."""
-    arrays = token(1, 2, 32, 16, 1, layers=2)
-    run = lambda arrays: jaxkern.gated_delta_rule_step(**arrays, layer=1)
-    (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
-    assert call.count("output_operand_alias<") == 1  # the state
+    check_aliased(STEP, token(1, 2, 32, 16, 1, layers=2))
     alone = lambda *size: token(1, 2, *size, 1)
     half = alone(32, 16) | {"state": jnp.zeros((1, 2, 16, 32), jnp.bfloat16)}
     for reason, refused in (
@@ -219,9 +161,9 @@ def test_delta_rule_step_chooses():
         ("v has 48 channels a head, and the kernel takes multiples of 32", alone(48, 16)),
         ("state is bfloat16, and the kernel updates", half),
     ):
-        by_default = lambda arrays=refused: jaxkern.gated_delta_rule_step(**arrays)
+        by_default = lambda arrays=refused: STEP(**arrays)
         with pytest.raises(NotImplementedError, match=reason):
-            jaxkern.gated_delta_rule_step(**refused, implementation="mosaic")
+            STEP(**refused, implementation="mosaic")
         with (
             pytest.raises(NotImplementedError, match=reason),
             jaxkern.default_implementation("mosaic"),

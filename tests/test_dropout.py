@@ -123,7 +123,7 @@ def test_dropout_add_accuracy(implementation):
 @MOSAIC_FIRST
 @pytest.mark.gpu
 def test_rates(implementation):
-    """Of 0 and 1 too, mapped over too; a bad value that is dropped is a zero, activated too."""
+    """Rates of 0 and 1, and mapped ones; a NaN that is dropped is a zero, activated too."""
     x = jnp.asarray([1.0, -2.5, np.inf, np.nan, 1e-37, 1e38] * 60)
     f = lambda rate: functools.partial(jaxkern.dropout, rate=rate, key=KEY)
     run = lambda x, rate, **how: jax.vmap(lambda rate: f(rate)(x, **how))(rate)
@@ -148,7 +148,7 @@ def many(n, rate, key):
 
 @pytest.mark.exhaustive
 def test_masks_are_independent():
-    """Of neighbours, of other places in a group, of other keys, split keys and other rows.
+    """From those of neighbours, other places in a group, other and split keys, and other rows.
 
     All within five standard deviations over 2²⁰ elements, and the fraction of zeros too.
     """
@@ -178,7 +178,7 @@ def test_masks_are_independent():
     [((4, 6, 12), (1, 3, 3)), exhaustive((4, 6, 32), (2, 2, 1)), exhaustive((6, 21), (2, 7))],
 )
 def test_kernel_of_a_part_draws_the_part(shape, parts):
-    """What a device of a mesh launches for its block of the array, here the last one."""
+    """The kernel that a device of a mesh launches, here for the last block of the array."""
     x = normal(shape, "float32")
     want = dropped(x)
     options = op.DropoutOptions("dropout", None, "mosaic", shape)

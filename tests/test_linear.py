@@ -29,9 +29,9 @@ UNITS = {"clamped": CLAMPED, "silu": {}, "gelu": {"activation": "gelu"}}
 
 @pytest.fixture(scope="module", autouse=True)
 def faster_kernels():
-    """Where matrices are small, ``None`` picks the kernels, as where they are measured faster.
+    """Lets ``None`` pick the kernels for small matrices too, as where they were timed faster.
 
-    And where a test does not say otherwise, GPUs multiply fp32 as such and not as tf32.
+    Unless a test says otherwise, GPUs multiply fp32 as such and not as tf32.
     """
     small = tiles.Measured(8, 8, 8, tiles.ProductTile(128, 64, 64, 2, None), faster=True)
     with jax.default_matmul_precision("highest"), pytest.MonkeyPatch.context() as patch:
@@ -463,7 +463,7 @@ def counts(calls, *names):
 
 @combinations("recompute sizes", [False, True], [(512, 256, 512), (3, 256, 16)], few=1)
 def test_kernels_fit_the_shared_memory(recompute, sizes):
-    """And none of them pads matrices whose sizes are multiples of 64, or those of a LoRA."""
+    """None of them pads matrices whose sizes are multiples of 64, or those of a LoRA."""
     m, k, n = sizes
     bf16 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     types = bf16((m, k)), bf16((k, n)), jax.ShapeDtypeStruct((k, n), jnp.float32)
@@ -534,7 +534,7 @@ def check_extreme(call, plain, arrays, dout, limit, **options):
 @combinations("implementation", ["xla", "mosaic"], few=1)
 @pytest.mark.gpu
 def test_large_gradients(implementation):
-    """Those of 1e5 come through like small ones."""
+    """Gradients of 1e5 have the errors of small ones."""
     dtype = "bfloat16" if implementation == "mosaic" else "float32"
     arrays = inputs(16, 64, 64, dtype)
     dout = 1e5 * inputs(16, 64, 64, "float32", seed=1)[0]
@@ -710,7 +710,7 @@ test_linear_transformations = check.transformations(*OPS)
 
 
 def test_norm_and_linear_keep_their_arguments_alone():
-    """And the rows' statistics; the backward runs neither the norm nor a product again."""
+    """The rows' statistics too; the backward runs neither the norm nor a product again."""
     x = jnp.ones((512, 256), jnp.bfloat16)
     weight, bias, w = jnp.ones(256), jnp.zeros(256), jnp.ones((256, 128), jnp.bfloat16)
     arrays = x, weight, bias, w

@@ -12,6 +12,7 @@ from jaxkern.mosaic import ring
 from jaxkern.ops.linear_scan import op, reference
 from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles, parts
 from tests import check, sequences
+from tests.check import exhaustive
 
 
 def inputs(batch, length, dim, dtype="float32", b_dtype=None, seed=0):
@@ -41,7 +42,6 @@ def check_case(arrays, implementation=None, *, tiles=None, **options):
 
 
 REVERSE = pytest.mark.parametrize("reverse", [False, True], ids=["", "reverse"])
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @check.sizes(
@@ -118,7 +118,7 @@ def test_linear_scan_complex():
 
 
 def test_linear_scan_passes_in_plain_jax():
-    """What stands in for the kernels where there is no GPU, with the states that it saves."""
+    """The plain JAX that stands in for the kernels without a GPU, with the states that it saves."""
     arrays = inputs(2, 37, 5)
     check_case(arrays, reverse=True)
     run = jax.jit(
@@ -133,7 +133,7 @@ def test_linear_scan_passes_in_plain_jax():
     ("kind", "reverse"), [(jnp.float32, True), exhaustive(jnp.complex64, False)]
 )
 def test_linear_scan_associative(kind, reverse):
-    """What plain JAX is on a GPU, in both modes and to second order, is what it is elsewhere."""
+    """Plain JAX's results on a GPU, in both modes and to second order, are those elsewhere."""
     arrays = tuple(v.astype(kind) for v in inputs(2, 37, 3))
     if kind == jnp.complex64:
         arrays = tuple(v * jnp.exp(1j * jnp.sin(9 * v.real)) for v in arrays)

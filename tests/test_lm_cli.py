@@ -223,14 +223,14 @@ def test_what_a_command_cannot_begin_with(capsys, tmp_path, monkeypatch):
 
 def test_a_step_that_memory_cannot_hold_is_refused(capsys, tmp_path, monkeypatch):
     assert 2**20 < (memory.available_memory(jax.local_devices()[0]) or 0) < 2**50
-    sizes = {"temp": 2**40, "argument": 9, "output": 9, "alias": 9}
+    sizes = {"temp": 2**40, "argument": 2**39, "output": 2**38, "alias": 2**38}
     needed = types.SimpleNamespace(**{f"{k}_size_in_bytes": v for k, v in sizes.items()})
     compiled = types.SimpleNamespace(memory_analysis=lambda: needed)
     too_large = OverflowError("Python int too large to convert to C long")
     compilations = mock.Mock(side_effect=[Programs(None, compiled, None), too_large])
     monkeypatch.setattr(train_module, "compile_programs", compilations)
     monkeypatch.setattr(memory, "available_memory", lambda device: 2**30)
-    for words in ("a step needs 1,024.0 GiB", "the arrays of a step are too large (Python int too"):
+    for words in ("a step needs 1,536.0 GiB", "the arrays of a step are too large (Python int too"):
         line = command(capsys, "train", "--preset", "micro", "--out", tmp_path / "run", code=1)
         assert words in line
         assert "lower --batch-size" in line

@@ -170,7 +170,7 @@ TOKENS = np.random.default_rng(1).integers(0, SIZE.vocab_size, (2, 9))
 
 @pytest.mark.parametrize(("kind", "otherwise"), EVERY)
 def test_what_is_stored_is_read_by_its_name_and_written_back(tmp_path, kind, otherwise):
-    """And the model gives the logits of float64."""
+    """The model gives the logits of float64."""
     config, size = model_of(kind, otherwise)
     stored, saved = folder_of(tmp_path / "stored", kind, otherwise), tmp_path / "saved"
     (stored / "tokenizer.json").write_text("{}")
@@ -548,7 +548,7 @@ def test_export_writes_what_is_loaded(tmp_path, capsys, kind):
 
 
 def test_every_file_of_an_export_is_of_the_tokenizer_of_the_run(tmp_path, capsys):
-    """That of the checkpoint which the run began with, another one, a new one, or bytes."""
+    """The tokenizer may be that of the run's first checkpoint, another, a new one, or bytes."""
     begun, other, theirs = (tmp_path / name for name in ("begun", "other", "theirs"))
     folder_of(begun, eos_token_id=7, of="theirs")
     write(begun, of_words() | generation(eos_token_id=[1, 3]))

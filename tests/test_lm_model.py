@@ -61,7 +61,7 @@ def windows(batch=4, length=24, seed=0):
 
 @KIND
 def test_logits_are_those_of_float64(shape):
-    """Of two documents in a row, of which neither sees the other."""
+    """For two documents in a row, neither of which sees the other."""
     tokens, params = windows()[:, :-1].astype(np.int32), random_params(shape)
     segments = jnp.broadcast_to(np.repeat([3, 1], 12), tokens.shape)
     model = lambda tokens: nnx.merge(make_model(shape, Options()), params)(
@@ -289,7 +289,7 @@ def test_forward_mode_of_what_is_computed_again():
 
 @pytest.mark.parametrize(("remat", "whole"), [("cheap", True), ("scan", False), ("layer", False)])
 def test_remat_of_products_computes_logits_in_parts(remat, whole):
-    """Of 655 MB of logits."""
+    """All of the logits at once would take 655 MB."""
     shape = dataclasses.replace(MICRO, vocab_size=40_000)
     params = jax.eval_shape(lambda: initial_params(shape))
     loss = functools.partial(loss_fn, make_model(shape, Options(remat=remat)))
@@ -298,7 +298,7 @@ def test_remat_of_products_computes_logits_in_parts(remat, whole):
 
 
 def test_presets_have_the_papers_sizes():
-    """Of Mamba the published checkpoints', less their vocabulary of 50280 plus ours of 256."""
+    """Mamba's are the published checkpoints', less their vocabulary of 50280 plus ours of 256."""
     published = {"130m": (129_135_360, 768), "370m": (371_516_416, 1024)}
     published["1.4b"] = 1_372_178_432, 2048
     sizes = {name: size - (50_280 - 256) * width for name, (size, width) in published.items()}
@@ -321,16 +321,9 @@ def test_presets_have_the_papers_sizes():
         assert count_params(params) == size, name
 
 
-def test_initialisation_is_the_papers():
+def test_layers_begin_apart_with_outputs_for_their_number():
     shape = ModelConfig(64, 3)
-    params = jit(lambda: init_state(config_of(shape), FP32))().params
-    blocks = params["blocks"]
-    dt = np.logaddexp(0, blocks["dt_bias"])
-    assert 0.9e-3 < dt.min() < 2e-3
-    assert 5e-2 < dt.max() < 1.1e-1
-    every = np.broadcast_to(np.arange(1, 17), (3, 128, 16))
-    np.testing.assert_allclose(np.exp(blocks["A_log"]), every, rtol=1e-6)
-    assert (np.array(blocks["D"]) == 1).all()
+    blocks = jit(lambda: init_state(config_of(shape), FP32))().params["blocks"]
     assert (np.array(blocks["norm"]) == 1).all()
     bound = 128**-0.5 / 3**0.5
     assert 0.98 * bound < np.abs(blocks["out_proj"]).max() <= bound
@@ -539,7 +532,7 @@ def test_tokens_of_any_integer_dtype_are_the_same(size):
 
 
 def test_a_sweep_compiles_once():
-    """Of another length, rate, warm-up or seed, the programs are the same to the letter."""
+    """With another length, rate, warm-up or seed, the programs' texts are the same."""
     one = config_of(MICRO, steps=100, lr=1e-3, seed=0)
     others = {"warmup": 7, "weight_decay": 0.2, "final": 0.0, "decay": 9}
     other = config_of(MICRO, steps=250, lr=3e-4, seed=7, optimizer=others)

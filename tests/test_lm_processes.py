@@ -88,7 +88,7 @@ def test_a_port_that_is_taken_is_refused():
 
 
 def test_a_line_on_stderr_stays_whole(monkeypatch, tmp_path):
-    """Where each write is a system call, as under PYTHONUNBUFFERED, a line is one of them."""
+    """A line is one system call where each write is one, as under PYTHONUNBUFFERED."""
     monkeypatch.setattr(sys, "stderr", mock.Mock())
     assert cli.main(["sample", "--run", str(tmp_path)]) == 1
     (((line,), _),) = sys.stderr.write.call_args_list

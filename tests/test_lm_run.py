@@ -413,7 +413,7 @@ def test_a_trainer_in_a_thread_of_python(text, tmp_path, stands_in):
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["head", "tee"])
 def test_a_run_whose_output_closes_saves_its_step(argv, tmp_path, stands_in, interrupted):
-    """As of ``jaxkern train | head``, and of ``| tee log`` where Ctrl-C ends tee too."""
+    """For example in ``jaxkern train | head``, or in ``| tee log`` where Ctrl-C ends tee too."""
     reading, writing = os.pipe()
     os.close(reading)
 

@@ -26,6 +26,7 @@ from jaxkern.lm.step import make_model
 from jaxkern.lm.tokenizer import Bytes, Tokenizer
 from jaxkern.precision import Policy
 from tests import check
+from tests.check import exhaustive
 from tests.language_models import (
     HYBRID,
     MICRO,
@@ -58,9 +59,7 @@ def parts(monkeypatch):
     monkeypatch.setattr(sample, "_PART", 16)
 
 
-@pytest.mark.parametrize(
-    "shape", [MICRO, HYBRID, pytest.param(ROTARY, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("shape", [MICRO, HYBRID, exhaustive(ROTARY)])
 def test_the_likeliest_tokens_are_those_of_float64(parts, monkeypatch, shape):
     """After prompts of unequal lengths, in two chunks; attention has room for all of them."""
     monkeypatch.setattr(sample, "_LEAST", 16)
@@ -200,7 +199,7 @@ def test_draws_follow_temperature_top_k_and_top_p(monkeypatch):
 
 
 def test_a_token_that_no_text_has_is_not_drawn(monkeypatch):
-    """Where the vocabulary is larger than the tokenizer's, or this one's tokens have a hole."""
+    """The vocabulary is larger than the tokenizer's, or the tokenizer leaves a number out."""
     config, options = dataclasses.replace(MICRO, vocab_size=320), {"top_k": 300, "top_p": 0.99}
     likely = jnp.where(jnp.arange(320) % 9 == 7, 9.0, 1.0)[:, None]
     params = random_params(config)
@@ -303,7 +302,7 @@ def before(text, stops):
 
 
 def test_a_text_ends_before_the_first_stop_however_it_comes():
-    """Of random texts, each in random pieces."""
+    """Random texts come in random pieces."""
     generator = random.Random(0)
     for stops in (["ab"], ["aab", "b"], ["abab", "ba"], ["c"], ["aaaa", "aab"]):
         for _ in range(200):

@@ -34,7 +34,7 @@ def nothing_lowered(tmp_path, monkeypatch):
 
 
 def another_process(monkeypatch):
-    """What is on disk stays."""
+    """Empties the caches that a new process would not have; those on disk stay."""
     jax.clear_caches()
     monkeypatch.setattr(kernel_call, "_lowered", {})
     monkeypatch.setattr(kernel_call, "lowerings", {})
@@ -154,7 +154,7 @@ def test_where_no_kernel_runs_none_is_traced(monkeypatch):
 
 
 def test_the_text_of_a_program_tells_its_kernels_apart_before_it_is_split():
-    """Who keeps compiled programs leaves the pointers out, which differ in each process."""
+    """A cache of compiled programs leaves the pointers out, which differ in each process."""
     mesh = mesh_of(AxisType.Auto, 4)
     x = jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))
     weight = jax.ShapeDtypeStruct((256,), jnp.float32, sharding=NamedSharding(mesh, P()))
@@ -267,7 +267,7 @@ def test_an_unknown_gpu_is_refused(gpu):
 
 
 class Device:
-    """What JAX tells of a GPU."""
+    """A GPU as JAX describes it."""
 
     platform, device_kind, core_count, compute_capability = "gpu", "NVIDIA H100 PCIe", 114, "9.0"
 

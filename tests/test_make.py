@@ -77,7 +77,7 @@ class Checkout:
         return done
 
     def setup(self, extras="lm", **options):
-        """What the set-up says."""
+        """The set-up's output."""
         command = ".make/setup", ".venv", "constraints/newest.txt", extras
         return self.run(*command, **options).stderr
 

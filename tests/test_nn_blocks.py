@@ -19,6 +19,7 @@ import jaxkern.nn.flax as jk_nnx
 import jaxkern.nn.linen as jk_linen
 from jaxkern.nn import common, mamba2, remat
 from tests import check
+from tests.check import exhaustive
 from tests.layers import (
     BF16,
     FP32,
@@ -127,8 +128,8 @@ def test_block_is_the_papers(kind, library, options):
     "options",
     [
         {"norm_groups": 1, "dt_limit": (0.6, 0.9), "norm_eps": 0.1},
-        pytest.param({"headdim": 1, "ngroups": 24}, marks=pytest.mark.exhaustive),
-        pytest.param({"norm_groups": 8, "ngroups": 1, "headdim": 24}, marks=pytest.mark.exhaustive),
+        exhaustive({"headdim": 1, "ngroups": 24}),
+        exhaustive({"norm_groups": 8, "ngroups": 1, "headdim": 24}),
     ],
     ids=str,
 )
@@ -540,7 +541,7 @@ def block_float64(kind, sizes, w, x, dout):
 @pytest.mark.parametrize(
     ("kind", "library"),
     [
-        pytest.param(MAMBA, "nnx", marks=pytest.mark.exhaustive),
+        exhaustive(MAMBA, "nnx"),
         pytest.param(MAMBA, "linen", marks=pytest.mark.compiled),
         pytest.param(MAMBA, "equinox", marks=pytest.mark.compiled),
         pytest.param(MAMBA2, "nnx", marks=pytest.mark.compiled),

@@ -206,7 +206,7 @@ def test_norm_accuracy(op, dtype, shape, variant, implementation):
     ),
 )
 def test_norm_mixed_dtypes(op, dtype, other, implementation):
-    """As in JAX: the sum has the dtype of x + residual, every gradient that of its array."""
+    """The sum has the dtype of x + residual, as in JAX, and every gradient that of its array."""
     arrays = inputs(op, (5, 300), dtype, "bias residual gate", weight_dtype=other)
     arrays["residual"] = arrays["residual"].astype(other)
     check_case(op, arrays, implementation, eps=1e-5)
@@ -349,7 +349,7 @@ def test_windows_cover_every_element_once():
     ],
 )
 def test_forward_in_clusters(stages, params_in, waves, sums_ahead):
-    """What clusters do, by blocks of two warpgroups, each of which goes through several rows."""
+    """In place of clusters, blocks of two warpgroups, each of which goes through several rows."""
     arrays = inputs("layer_norm", (5, 1024), "float32", "residual gate")
     dtype = "float32"
     options = "layer_norm", True, 1e-5, 0.0, None, "silu", True, 1024, dtype, dtype, "interpret"

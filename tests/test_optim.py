@@ -39,7 +39,7 @@ def tree_of(seed, dtype=F32, steps=()):
 
 @functools.partial(jax.jit, static_argnums=0)
 def run(step, start, grads):
-    """What ``step(grads, *start)`` makes of `start`, over and over."""
+    """The result of steps ``step(g, *state)`` from `start`, one for each of `grads`."""
     return jax.lax.scan(lambda after, g: (step(g, *after), None), start, grads)[0]
 
 
@@ -239,7 +239,7 @@ def test_arguments_are_those_of_optax(name):
 
 
 def test_it_is_a_pytree():
-    """As when it is an argument of a function that Equinox jits."""
+    """It can be an argument of a function that Equinox jits."""
     tx = jaxkern.fused_sgd(0.1, implementation="mosaic")
     assert jax.tree.map(lambda leaf: leaf, tx) == tx
 
@@ -330,7 +330,7 @@ def test_updates_lead_to_what_parameters_are_rounded_to():
 
 
 def test_numbers_may_be_of_any_kind():
-    """Of Python, NumPy and JAX, traced or whole, as parameters too, which Optax also takes; an
+    """Python's, NumPy's and JAX's, traced or whole, as parameters too, as in Optax; an
     infinite norm clips nothing."""
     params = {"w": jnp.ones(3)}
     step_of = lambda tx: jaxkern.apply(tx, params, tx.init(params), params)[0]
@@ -350,7 +350,7 @@ def test_numbers_may_be_of_any_kind():
 
 
 def test_dtypes_of_averages():
-    """Of Optax's names, strings too; by default float32 at least."""
+    """By Optax's names, as strings too; by default float32 at least."""
     for dtype in (BF16, "bfloat16", np.float32, None):
         wanted = jnp.dtype(dtype or F32)
         for of in (BF16, F32):

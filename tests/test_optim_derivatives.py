@@ -105,7 +105,7 @@ def test_a_step_by_all_that_it_depends_on(case, step):
 
 @combinations("implementation", ["mosaic", None, "xla"], few=1)
 def test_in_forward_mode(implementation):
-    """Of the kernels plain JAX's."""
+    """The kernels' derivatives are those of plain JAX."""
     case = "adam, nesterov, eps_root"
     given = arguments_of(CASES[case][1])
     direction = jax.tree.map(jnp.ones_like, given)
@@ -242,7 +242,7 @@ def test_scaled_gradients_by_gradients_and_scale(implementation):
 
 
 def test_accumulated_gradients_by_parameters_and_data():
-    """As of the whole batch, in either mode, the loss and what else it gives too."""
+    """They, the loss and its other results are those of the whole batch, in either mode."""
 
     def loss(params, x):
         hidden = jnp.tanh(x @ params["w"])

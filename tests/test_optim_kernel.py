@@ -102,7 +102,7 @@ def test_kernel_is_its_twin(case, monkeypatch):
 
 
 def lowered(f, *args, donate=()):
-    """As CUDA gets it, without the kernels' own code."""
+    """The text for CUDA, without the kernels' own code."""
     return re.sub(r'module = "[^"]*"', "", check.lowered(f, *args, donate=donate))
 
 
@@ -158,7 +158,7 @@ def test_mosaic_refuses_what_it_cannot():
 
 
 def test_vmap_and_gradients_take_the_twin():
-    """Of a program for CUDA too."""
+    """In a program for CUDA too."""
     tx = jaxkern.fused_adamw(0.1)
     params = jnp.ones(4)
     go = lambda g: jaxkern.apply(tx, g, tx.init(params), params)[0]
@@ -228,7 +228,7 @@ def test_it_needs_no_scale_and_no_leaves():
 
 
 def test_a_tree_takes_one_launch(monkeypatch):
-    """Of each dtype, in place; so does the norm."""
+    """One for each dtype, in place; so does the norm."""
     monkeypatch.setattr(gradients, "may_be_split", lambda leaves: False)
     grads = {i: jnp.ones((8, 4 + i % 3), BF16 if i % 2 else F32) for i in range(20)}
     scale = functools.partial(jaxkern.scale_gradients, loss_scale=DynamicLossScale())

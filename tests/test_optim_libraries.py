@@ -22,6 +22,7 @@ from jaxkern.nn.linen import TrainState
 from jaxkern.optim import kernel
 from jaxkern.precision import DynamicLossScale
 from tests import test_optim
+from tests.check import exhaustive
 from tests.test_optim import BF16, F32
 from tests.test_optim_kernel import lowered
 
@@ -141,7 +142,7 @@ MORE = itertools.product((nnx_steps, linen_steps), ("plain", "folded"))
 
 @pytest.mark.parametrize(
     ("steps", "name"),
-    [*DEFAULT, *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE)],
+    [*DEFAULT, *(exhaustive(*case) for case in MORE)],
 )
 def test_steps_are_those_of_the_unfused_optimizer(steps, name):
     """In the same places, so that one's checkpoint is the other's; in two passes with a warning."""
@@ -213,7 +214,7 @@ def test_nnx_state_keeps_its_structure():
 
 
 def test_nnx_loss_scale_and_norm():
-    """As by `apply`: unscaled in the pass, skipped where not finite, and clipped by the norm."""
+    """Gradients are unscaled in the pass, skipped where not finite, and clipped, as by `apply`."""
     model, scaled = Net(), {"loss_scale": DynamicLossScale(1024.0)}
     tx = jaxkern.fused_sgd(0.5, clip_norm=1.0, skip_nonfinite=True)
     step, optimizer = functools.partial(jaxkern.apply, tx), Optimizer(model, tx, wrt=nnx.Param)

@@ -57,7 +57,7 @@ def test_inline_mlir_is_written_in_mosaic_alone():
 
 
 def test_subpackages_are_there_after_importing_the_package():
-    """And nothing of them is imported before one is named."""
+    """None of them is imported before it is named."""
     program = """
 import sys, jaxkern
 assert not {"flax", "jaxkern.lm", "jaxkern.nn"} & sys.modules.keys()

@@ -24,7 +24,7 @@ from jaxkern.precision import (
     all_finite,
     select_tree,
 )
-from tests.check import FOUR_DEVICES, mesh_of
+from tests.check import FOUR_DEVICES, exhaustive, mesh_of
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 POLICY = Policy("float32", "bfloat16", "float16")
@@ -249,9 +249,7 @@ def assert_close(got, want, rtol=1e-6):
     chex.assert_trees_all_close(got, want, rtol=rtol, atol=rtol / 10, strict=True)
 
 
-@pytest.mark.parametrize(
-    "k", [4, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in (1, 24))]
-)
+@pytest.mark.parametrize("k", [4, *map(exhaustive, (1, 24))])
 def test_accumulated_gradients_are_those_of_the_whole_batch(k):
     assert_close(jax.jit(accumulate)(PARAMS, parts(k)), whole(PARAMS, BATCH))
 
@@ -284,7 +282,7 @@ def test_sums_are_in_float32():
 
 
 @FOUR_DEVICES
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("check_vma", [True, exhaustive(False)])
 def test_in_shard_map_the_devices_exchange_their_sums_once(check_vma):
     """Counts one sum of each gradient and of the loss, in float32, after the loop."""
     mesh, axes = mesh_of(AxisType.Auto, 2, 2), ("x", "y")

@@ -15,11 +15,11 @@ import jaxkern
 from jaxkern.ops import scan_step
 from jaxkern.ops.columns import Columns
 from tests import check, selective_scan, ssd
+from tests.check import exhaustive
 from tests.ssd import INF, NAMES, cotangents
 from tests.test_selective_scan import SELECTIVE_SCAN
 from tests.test_ssd import SSD
 
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 EACH = pytest.mark.parametrize("of", [ssd, selective_scan], ids=["ssd", "selective_scan"])
 
 
@@ -138,9 +138,6 @@ def test_memory(of, size, implementation, every, least, most):
     assert least < temporary / (4 * np.prod(size)) < most
 
 
-# Calls
-
-
 # On devices
 
 
@@ -225,8 +222,73 @@ def inputs(of, batch, *sizes, layers=None, dtype="float32", **options):
 
 def step(op, arrays, implementation, **options):
     with check.running(implementation):
-        run = functools.partial(op, dt_softplus=True, implementation=implementation, **options)
+        run = functools.partial(op, implementation=implementation, **options)
         return jax.jit(lambda arrays: run(**arrays))(arrays)
+
+
+def check_step(op, arrays, want, dtype, **options):
+    """At most twice plain JAX's error, the output in `dtype` and the state in fp32."""
+    got, plain = (step(op, arrays, how, **options) for how in ("mosaic", "xla"))
+    for results in got, plain:
+        assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
+    for mine, theirs, true in zip(got, plain, want, strict=True):
+        error = lambda v, true=true: check.relative_error(np.asarray(v), true.reshape(v.shape))
+        assert error(mine) <= 2 * max(error(theirs), 2**-23)
+
+
+def check_layers(op, arrays, implementation, **options):
+    """One of three is updated as its state alone would be, and no other, in a loop too."""
+    want = step(op, arrays | {"state": arrays["state"][1]}, implementation, **options)
+    for layer in (1, np.int64(1)) if check.ON_GPU else (np.int64(1),):
+        got, states = step(op, arrays, implementation, layer=layer, **options)
+        check.assert_close((got, states[1]), want, 1e-6)
+        np.testing.assert_array_equal(states[::2], arrays["state"][::2])
+
+    def loop(state, arrays):
+        def body(state, layer):
+            with check.running(implementation):
+                how = {"layer": layer, "implementation": implementation}
+                return op(**arrays | {"state": state}, **how, **options)[::-1]
+
+        return jax.lax.scan(body, state, jnp.arange(3))
+
+    states, outs = jax.jit(loop)(arrays["state"], arrays)
+    check.assert_close((outs[1], states[1]), want, 1e-6)
+
+
+def of_all(f):
+    return lambda *arrays: jax.grad(f, argnums=range(len(arrays)))(*arrays)
+
+
+mapped = lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, 0.9 * a]) for a in v))
+AROUND = {
+    "grad": of_all,
+    "vmap(grad)": lambda f: mapped(of_all(f)),
+    "vmap": mapped,
+    "checkpoint": lambda f: jax.checkpoint(of_all(f)),
+}
+
+
+def check_around(around, op, arrays, **options):
+    """Gradients, of the output and the state, as plain JAX has them."""
+
+    def call(implementation, *values):
+        with check.running(implementation):
+            named = dict(zip(arrays, values, strict=True))
+            out, state = op(**named, **options, implementation=implementation)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
+
+    got, want = (
+        jax.jit(around(functools.partial(call, how)))(*arrays.values()) for how in ("mosaic", "xla")
+    )
+    check.assert_close(got, want, 1e-5)
+
+
+def check_aliased(op, arrays):
+    """Where the program is for a GPU the kernel writes the state to where it was."""
+    run = lambda arrays: op(**arrays, layer=1)
+    (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
+    assert call.count("output_operand_alias<") == 1
 
 
 SIZES = {
@@ -260,7 +322,6 @@ DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("D",), ("z", "dt_bias
     ],
 )
 def test_step_accuracy(size, dtype, absent, monkeypatch):
-    """At most twice plain JAX's error."""
     of, sizes, options = SIZES[size]
     if size == "heads":  # several rows a lane
         monkeypatch.setattr(scan_step, "num_sms", lambda: 1)
@@ -269,42 +330,19 @@ def test_step_accuracy(size, dtype, absent, monkeypatch):
     scanned = [(given | token).get(name, given["state"]) for name in ssd.NAMES]
     wide = jax.tree.map(lambda v: np.asarray(v, np.float64), scanned)
     want, _ = of.oracle(*wide, wide[0], None, dt_limit=(0.1, 0.9))
-    got, plain = (step(of.STEP, given, how, dt_limit=(0.1, 0.9)) for how in ("mosaic", "xla"))
-    for results in got, plain:
-        assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
-    for mine, theirs, true in zip(got, plain, want, strict=True):
-        error = lambda v, true=true: check.relative_error(np.asarray(v), true.reshape(v.shape))
-        assert error(mine) <= 2 * max(error(theirs), 2**-23)
+    check_step(of.STEP, given, want, dtype, dt_softplus=True, dt_limit=(0.1, 0.9))
 
 
 @check.BOTH
 @pytest.mark.parametrize(
     ("of", "size"),
     [
-        pytest.param(ssd, (2, 4, 16, 32), marks=pytest.mark.exhaustive, id="ssd"),
+        exhaustive(ssd, (2, 4, 16, 32), id="ssd"),
         pytest.param(selective_scan, (2, 128, 16), id="selective_scan"),
     ],
 )
 def test_a_layer_is_updated_and_no_other(of, size, implementation):
-    """As its state alone would be, in a loop over the layers too."""
-    op, arrays = of.STEP, inputs(of, *size, layers=3)
-    alone = arrays | {"state": arrays["state"][1]}
-    want = step(op, alone, implementation)
-    for layer in (1, np.int64(1)) if check.ON_GPU else (np.int64(1),):
-        got, states = step(op, arrays, implementation, layer=layer)
-        check.assert_close((got, states[1]), want, 1e-6)
-        np.testing.assert_array_equal(states[::2], arrays["state"][::2])
-
-    def loop(state, arrays):
-        def body(state, layer):
-            with check.running(implementation):
-                options = {"dt_softplus": True, "layer": layer, "implementation": implementation}
-                return op(**arrays | {"state": state}, **options)[::-1]
-
-        return jax.lax.scan(body, state, jnp.arange(3))
-
-    states, outs = jax.jit(loop)(arrays["state"], arrays)
-    check.assert_close((outs[1], states[1]), want, 1e-6)
+    check_layers(of.STEP, inputs(of, *size, layers=3), implementation, dt_softplus=True)
 
 
 @check.BOTH
@@ -324,48 +362,22 @@ def test_a_layer_that_there_is_not(implementation):
 @pytest.mark.gpu
 def test_nan_stays_in_its_head():
     arrays = inputs(ssd, 2, 4, 16, 32)
-    run = jax.jit(lambda arrays: step(ssd.STEP, arrays, "mosaic"))
+    run = jax.jit(lambda arrays: step(ssd.STEP, arrays, "mosaic", dt_softplus=True))
     bad = arrays | {"x": arrays["x"].at[1, 2].set(jnp.nan)}
     for got, want in zip(run(bad), run(arrays), strict=True):
         assert jnp.isnan(got[1, 2]).all()
         ssd.check_others({"final": got}, {"final": want})
 
 
-of_all = functools.partial(jax.grad, argnums=tuple(range(len(ssd.NAMES))))
-mapped = lambda f: lambda *v: jax.vmap(f)(*(jnp.stack([a, 0.5 * a, 0.9 * a]) for a in v))
-AROUND = {
-    "grad": of_all,
-    "vmap(grad)": lambda f: mapped(of_all(f)),
-    "vmap": mapped,
-    "checkpoint": lambda f: jax.checkpoint(of_all(f)),
-}
-
-
 @pytest.mark.gpu
 @check.combinations("around layers", AROUND, [None, 2], few=2)
 def test_step_transformations(around, layers):
-    """Gradients, of the output and the state, as plain JAX has them."""
-    arrays = inputs(ssd, 2, 2, 16, 32, layers=layers)
-    layer = None if layers is None else 1
-
-    def call(implementation, *values):
-        with check.running(implementation):
-            options = {"dt_softplus": True, "layer": layer, "implementation": implementation}
-            out, state = ssd.STEP(**dict(zip(arrays, values, strict=True)), **options)
-            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state))
-
-    got, want = (
-        jax.jit(around(functools.partial(call, how)))(*arrays.values()) for how in ("mosaic", "xla")
-    )
-    check.assert_close(got, want, 1e-5)
+    options = {"dt_softplus": True, "layer": None if layers is None else 1}
+    check_around(around, ssd.STEP, inputs(ssd, 2, 2, 16, 32, layers=layers), **options)
 
 
 def test_the_state_is_aliased():
-    """Where the program is for a GPU the kernel writes the state to where it was."""
-    arrays = inputs(ssd, 2, 4, 64, 128, layers=3)
-    run = lambda arrays: ssd.STEP(**arrays, layer=1, implementation="mosaic")
-    (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
-    assert call.count("output_operand_alias<") == 1
+    check_aliased(ssd.STEP, inputs(ssd, 2, 4, 64, 128, layers=3))
 
 
 # A token's arrays as columns of rows
@@ -409,7 +421,7 @@ STEPS = "ssd", "groups of ssd", "selective_scan", "causal_conv1d"
 
 
 @check.BOTH
-@pytest.mark.parametrize("first", [3, pytest.param(8, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("first", [3, exhaustive(8)])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_of_columns_is_that_of_their_copies(name, first, implementation):
     """To the bit, with ``vmap`` and in its gradients, wherever the columns begin."""

@@ -16,6 +16,7 @@ from jaxkern.ops.linear_scan.tiles import LinearScanOptions, LinearScanTiles
 from jaxkern.ops.selective_scan import backward, forward
 from jaxkern.ops.selective_scan import tiles as tiles_of
 from tests import check, sequences
+from tests.check import exhaustive
 from tests.sequences import OPS
 
 BATCH, LENGTH, COUNT = 3, 21, 4
@@ -42,7 +43,6 @@ LONG_IDS = np.stack(
 LONG = ("ssd", "gated_delta_rule", "KDA")
 """Ops of chunks, whose segments these are."""
 
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 kernels = functools.partial(pytest.param, marks=[pytest.mark.exhaustive, pytest.mark.gpu])
 
 
@@ -80,7 +80,7 @@ def alone(op, ids, arrays):
 
 
 def cotangents(arrays):
-    """Of the results, which are like the first and the last array."""
+    """Cotangents of the results, which are like the first and the last array."""
     like = arrays[0], arrays[-1]
     return tuple(np.random.default_rng(i).normal(size=v.shape) for i, v in enumerate(like))
 
@@ -103,7 +103,7 @@ def value_and_grads(f, arrays, **options):
     ],
 )
 def test_segments_are_runs_of_their_own(name, implementation, tiles, monkeypatch):
-    """And NaN stays in one: others have the outputs, states and gradients, to the bit.
+    """NaN stays in one: others have the outputs, states and gradients, to the bit.
 
     Segments begin where `tiles` cut the sequence or in between. Where selective_scan is
     interpreted, it is cut in two: 16 tokens in pieces of 8, from one saved state to the next, of

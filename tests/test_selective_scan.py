@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxkern
-from jaxkern.ops.scan_options import StepSizes, join_groups
+from jaxkern.ops.scan_options import StepSizes, by_group, join_groups
 from jaxkern.ops.selective_scan import backward, forward, op, reference, steps, tiles
 from jaxkern.ops.selective_scan.tiles import MAX_STATES
 from tests import check
@@ -67,7 +67,7 @@ class Kernels(NamedTuple):
 
     def backward(self, arrays, dout, dfinal, segment_ids=None):
         """The gradients, from the states that plain JAX saves, and the output again."""
-        x, *_, state = reference.by_group(arrays)
+        x, *_, state = by_group(arrays, 2)
         *_, saved = self._run("xla", op.FORWARD, arrays, segment_ids)
         given = saved, dout.reshape(x.shape), dfinal.reshape(state.shape)
         *grads, out = self._run("interpret", op.BACKWARD, arrays, segment_ids, *given, output=True)
@@ -83,7 +83,7 @@ class Kernels(NamedTuple):
         options = reference.SelectiveScanOptions(self.of_steps, True, self.every, mode, **others)
         with short_chunks(self.chunk):
             run = _jitted(kernel_pass, options, self.chunk)
-            return run(*reference.by_group(arrays), keep, None, *more)
+            return run(*by_group(arrays, 2), keep, None, *more)
 
     def check(self, name, arrays, segment_ids=None):
         """One pass, ``"forward"`` or ``"backward"``, to a rounding of its float64 results."""
@@ -367,7 +367,7 @@ def test_selective_scan_reference_in_float64(every, limits):
 
 
 def test_selective_scan_saved_states():
-    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states."""
+    """The backward keeps ⌈L/k⌉ states besides the arguments."""
     x, dt, A, B, C, *_ = inputs(2, 21, 5, 3)
     args = (x[:, :, None], dt[:, :, None], A[None], B[:, :, None], C[:, :, None], *[None] * 6)
     for every, count in ((1, 21), (8, 3), (64, 1), (None, None)):

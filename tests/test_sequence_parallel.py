@@ -21,12 +21,11 @@ from jaxkern.ops import sections as sections_of
 from jaxkern.ops.scan_options import StepSizes
 from jaxkern.ops.sections import SectionOptions
 from tests import check, sequences
-from tests.check import FOUR_DEVICES, mesh_of
+from tests.check import FOUR_DEVICES, exhaustive, mesh_of
 from tests.sequences import random
 
 TOLERANCE = 2e-5
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 def ids_of(batch: int, length: int) -> jax.Array:
@@ -554,7 +553,7 @@ def test_states_are_those_of_a_loop(shape, reverse, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("count", "reverse"),
-    [(1, True), (5, False), pytest.param(5, True, marks=pytest.mark.exhaustive)],
+    [(1, True), (5, False), exhaustive(5, True)],
 )
 def test_state_after_sections_in_a_row(count, reverse):
     decay, own, _ = _arrays(count, 2, 3, 3 * 4)

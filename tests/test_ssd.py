@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkern
 from jaxkern.core import target
+from jaxkern.ops.scan_options import by_group
 from jaxkern.ops.ssd import backward, forward, inputs, reference, tiles
-from jaxkern.ops.ssd.reference import SsdOptions, by_group
+from jaxkern.ops.ssd.reference import SsdOptions
 from tests import check
 from tests.ssd import (
     ALONG,
@@ -21,6 +22,7 @@ from tests.ssd import (
     below_zero,
     both_results,
     check_case,
+    check_other_segments,
     check_others,
     check_reference,
     cotangents,
@@ -110,7 +112,7 @@ def test_ssd_reference_in_float64(every, limits, implementation):
 @pytest.mark.parametrize(("every", "count"), [(128, 2), (256, 1), (None, None)])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_ssd_saved_states(every, count, dtype):
-    """What is kept for the backward, besides the arguments: ⌈L/k⌉ states, and y if it is gated."""
+    """The backward keeps ⌈L/k⌉ states besides the arguments, and y if it is gated."""
     shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.dtype(dtype))
     tokens, steps, weights = shape(2, 200, 1, 5, 3), shape(2, 200, 1, 5), shape(2, 200, 1, 4)
 
@@ -151,20 +153,8 @@ def test_ssd_nan_stays_in_its_segment(implementation):
     run = results_by_name(inputs_and_state(*SIZE, groups=2), implementation=implementation)
     ids = jnp.repeat(jnp.array([[3, 1, 2]]), jnp.array([20, 20, 30]), axis=1).repeat(2, 0)
     run = functools.partial(run, segment_ids=ids)
-    want, (row, time) = run(), (1, 25)
-    same = np.testing.assert_array_equal
-    # JAX's own derivative of a product takes NaN of a cotangent to all of a chunk.
-    for name in (*ALONG, *(["out"] if implementation is None else [])):
-        got = run(name, row, time)
-        assert name == "out" or np.isnan(got["out"][row, time]).all()
-        assert any(np.isnan(got[n][row, 20:40]).any() for n in ALONG)
-        for n in ("final", "initial_state"):
-            same(got[n], want[n])
-        for n in ("out", *ALONG):
-            same(
-                np.delete(got[n][row], slice(20, 40), 0), np.delete(want[n][row], slice(20, 40), 0)
-            )
-            same(got[n][0], want[n][0])
+    check_other_segments(run, ALONG, implementation, 25, slice(20, 40))
+    want, same = run(), np.testing.assert_array_equal
     got = run("initial_state", 0, 1)
     assert np.isnan(got["out"][0, :20, 1]).all()
     same(got["final"], want["final"])
@@ -568,7 +558,7 @@ def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
 
 
 def test_ssd_kernels_run_where_they_take_the_call():
-    """What they leave is plain JAX's."""
+    """Plain JAX computes the calls that they do not take."""
     for make, taken in (HALF, True), (inputs_and_state, False):
         text = check.lowered(functools.partial(scan, implementation=None), *make(*ONE_STEP))
         assert bool(check.kernel_calls(text)) == taken

@@ -29,7 +29,7 @@ def _dropped(x: Any) -> Any:
 
 
 def _of_rate(x: Any, rate: Any, **how: Any) -> Any:
-    """By a rate that is an array."""
+    """Runs dropout with a rate that is an array."""
     rate = jax.lax.stop_gradient(rate)
     return jaxkern.dropout(x, rate, jax.random.key(0), activation="gelu", **how)
 

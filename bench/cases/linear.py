@@ -32,7 +32,7 @@ _ONE, _TWO = (
     }
     for n in (1, 2)
 )
-"""By one weight, and by two."""
+"""Axes and costs of products with one weight, and with two."""
 
 
 def _activated(activation: str, *shapes: tuple[int, ...], **rest: Any) -> Case:

@@ -100,7 +100,7 @@ def _jla_scan(scan: Any) -> Any:
 
 
 def _mamba_ssd(scan: Any) -> Any:
-    """In chunks of its own."""
+    """Makes the scan of mamba_ssm, in chunks of 256 tokens."""
     return lambda x, dt, A, B, C, D, dt_bias: scan(
         *(x, dt, A, B, C, 256), D=D, dt_bias=dt_bias, dt_softplus=True
     )
@@ -115,7 +115,7 @@ def _jla_ssd(scan: Any) -> Any:
 
 
 def _fla_ssd(scan: Any) -> Any:
-    """Its gated linear attention with a decay for a head, and the rest in PyTorch's functions."""
+    """Makes fla's gated linear attention with a decay for a head; the rest is in PyTorch."""
     import torch.nn.functional as F  # pyright: ignore[reportMissingImports]
 
     def call(x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, dt_bias: Any) -> Any:
@@ -143,7 +143,7 @@ def _jla_delta_rule(kind: str) -> Callable[[], Any]:
 
 
 def _fla_delta_rule(path: str) -> Callable[[], Any]:
-    """Its backward with decays of heads raises on Hopper with Triton 3.4 to 3.7.0."""
+    """Makes fla's rule; its backward by heads raises on Hopper with Triton 3.4 to 3.7.0."""
 
     def make() -> Any:
         os.environ["FLA_FLASH_QLA"] = "0"  # FlashQLA, which fla calls where it is installed

@@ -363,7 +363,7 @@ _DELTA |= {"result": "b l heads p"}
 
 
 def _delta_of(decays: str, keys: str) -> dict[str, Any]:
-    """With decays and keys that are multiplied of these axes; operations in chunks of 64 tokens."""
+    """The rule with decays, and products of keys, of these axes; it counts chunks of 64 tokens."""
     of_values = "{} b l heads p + {} b l heads p n"
     return _DELTA | {
         "arguments": (*_OF_DELTA, Argument("g", decays, _log_decays, "float32"), _BETA),

@@ -25,6 +25,19 @@ from jax.interpreters import ad, batching, mlir, xla
 type Arrays = tuple[Any, ...]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def without_derivative(x: jax.Array, why: str) -> jax.Array:
+    """`x`; to differentiate by it is a NotImplementedError with the text `why`."""
+    del why
+    return x
+
+
+@without_derivative.defjvp
+def _refuse(why: str, primals: Arrays, tangents: Arrays) -> Any:
+    del primals, tangents
+    raise NotImplementedError(why)
+
+
 class Differentiable:
     """A function with the rules of a ``jax.custom_vjp``, compiled once for its static arguments.
 

@@ -47,6 +47,14 @@ def match_primal(grad: Any, primal: Any) -> Any:
     return match_sharding(vary_over(grad, varying(primal)), primal)
 
 
+def match_primals(grads: Sequence[Any], primals: Sequence[Any]) -> tuple[Any, ...]:
+    """:func:`match_primal` of each gradient, in its primal's dtype; ``None`` for an absent one."""
+    return tuple(
+        None if grad is None else match_primal(grad, primal).astype(primal.dtype)
+        for grad, primal in zip(grads, primals, strict=True)
+    )
+
+
 def gather(x: Any, axis: int, *, unless_parts_of: int = 1) -> Any:
     """Makes `axis` of `x` whole on an Explicit mesh, unless it is in parts that divide a number."""
     if unless_parts_of % parts_of(x, axis) == 0:

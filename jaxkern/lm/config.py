@@ -119,7 +119,7 @@ class Sampling:
       temperature: lower is less random, 0 is not at all.
       top_k: draw from the K likeliest of them, 0 from all.
       top_p: draw from the likeliest that together have this probability.
-      seed: of the draws of the first text; the next has the next.
+      seed: of the first text's draws; the second text has the next number, and so on.
     """
 
     length: Whole = 400
@@ -167,7 +167,7 @@ class ModelConfig:
       d_state: states a channel of a block, in gdn and kda the key channels of a head; None for 16
         of Mamba, 128 of Mamba-2 and head_dim of gdn and kda.
       d_conv: taps of a block's convolution.
-      expand: inner channels of a block, in d_model.
+      expand: inner channels of a block, as a multiple of d_model.
       head_dim: channels a head of Mamba-2, and value channels a head of gdn and kda.
       n_groups: groups of heads of Mamba-2 that share B and C.
       n_key_heads: heads of q and k of gdn, a divisor of those of v; None for as many.
@@ -357,7 +357,7 @@ class OptimizerConfig:
         line at the end; or constant.
       warmup: steps of the warm-up; by default a tenth of the run, at most 500.
       decay: steps of that line of wsd; by default a tenth of the run.
-      final: at the last step, in lr.
+      final: the rate at the last step, as a part of lr.
       b1: how much of the gradients' mean stays from step to step.
       b2: the same of their squares.
       eps: added to the root of the squares' mean.

@@ -13,7 +13,7 @@ REMEDY = "lower --batch-size or --seq-len, raise --grad-accum, or add --remat"
 
 def check_memory(compiled: jax.stages.Compiled, device: Any) -> None:
     """Raise RunError if the program needs more memory than `device` has left."""
-    available, needed = available_memory(device), _needed(compiled)
+    available, needed = available_memory(device), needed_memory(compiled)
     if available is not None and needed > available:
         gib, kind = (lambda size: f"{size / 2**30:,.1f} GiB"), device.device_kind
         what = f"a step needs {gib(needed)} of memory and {kind} has {gib(available)}"
@@ -23,10 +23,11 @@ def check_memory(compiled: jax.stages.Compiled, device: Any) -> None:
 def has_room(compiled: jax.stages.Compiled, device: Any, size: int) -> bool:
     """Whether `device` can hold `size` bytes more than the program needs, as far as can be told."""
     available = available_memory(device)
-    return available is None or _needed(compiled) + size <= available
+    return available is None or needed_memory(compiled) + size <= available
 
 
-def _needed(compiled: jax.stages.Compiled) -> int:
+def needed_memory(compiled: jax.stages.Compiled) -> int:
+    """Bytes that a program takes with its arguments and results; 0 if XLA does not tell."""
     analysis = compiled.memory_analysis()
     if analysis is None:
         return 0

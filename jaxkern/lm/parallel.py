@@ -51,7 +51,7 @@ TOKENS = ("data", "sequence", "fsdp")
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Between how many devices the axes split a model, of `model`'s shape."""
+    """Number of devices along each axis that splits a model of the shape `model`."""
 
     model: ModelConfig
     data: int = 1
@@ -66,12 +66,12 @@ class Split:
 
     @property
     def of_batch(self) -> int:
-        """Between how many devices the sequences of a batch are split."""
+        """Number of devices between which the sequences of a batch are split."""
         return math.prod(getattr(self, axis) for axis in BATCH)
 
     @property
     def of_tokens(self) -> int:
-        """Between how many devices the tokens of a batch are split."""
+        """Number of devices between which the tokens of a batch are split."""
         return self.of_batch * self.sequence
 
     @property

@@ -59,7 +59,7 @@ class Bytes:
         return lambda tokens, final: decode(bytes(tokens), final)
 
     def stored(self) -> str:
-        """Its identity among tokenizers."""
+        """A text that tells it from other tokenizers."""
         return "bytes"
 
 

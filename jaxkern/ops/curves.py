@@ -171,9 +171,9 @@ def gelu_curve(approximate: bool) -> str:
     return "gelu_tanh" if approximate else "gelu_erf"
 
 
-def check_activation(activation: Any, name: str = "activation") -> str | None:
-    """Returns the curve that the argument `name` of an op names; None for None."""
-    return None if activation is None else named_curve(activation, name, " or None")
+def check_activation(activation: Any) -> str | None:
+    """Returns the curve that the argument `activation` of an op names; None for None."""
+    return None if activation is None else named_curve(activation, other=" or None")
 
 
 def named_curve(activation: Any, name: str = "activation", other: str = "") -> str:

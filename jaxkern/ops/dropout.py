@@ -42,7 +42,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import check_array, check_floating
 from jaxkern.core.bound import wide
-from jaxkern.core.derivatives import Differentiable
+from jaxkern.core.derivatives import Differentiable, without_derivative
 from jaxkern.core.dispatch import Implementation, Mode, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import TypeOf, match_primal, match_sharding, vary_over, varying
@@ -251,23 +251,12 @@ def _threshold(rate: Any) -> jax.Array:
         raise TypeError(f"rate must be a number, got an array of shape {array.shape}")
     if not isinstance(rate, Tracer) and not 0 <= float(rate) <= 1:
         raise ValueError(f"rate must be between 0 and 1, got {rate!r}")
-    within = jnp.clip(_without_derivative(array.astype(jnp.float32)), 0.0, 1.0)
-    return jnp.round(within * 65536.0).astype(jnp.uint32)
-
-
-@jax.custom_jvp
-def _without_derivative(rate: jax.Array) -> jax.Array:
-    """`rate`, by which the mask, and so the result, has no derivative."""
-    return rate
-
-
-@_without_derivative.defjvp
-def _refuse_derivative(primals: Any, tangents: Any) -> Any:
-    del primals, tangents
-    raise NotImplementedError(
+    constant = without_derivative(
+        array.astype(jnp.float32),
         "dropout has no derivative by rate, and rate depends on what is differentiated here; pass "
-        "jax.lax.stop_gradient(rate)"
+        "jax.lax.stop_gradient(rate)",
     )
+    return jnp.round(jnp.clip(constant, 0.0, 1.0) * 65536.0).astype(jnp.uint32)
 
 
 @jax.tree_util.register_static

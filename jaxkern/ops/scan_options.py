@@ -141,6 +141,18 @@ def split_groups(v: Any, axis: int, groups: int) -> Any:
     return gather(v, axis, unless_parts_of=groups).reshape(shape)
 
 
+def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
+    """A Mamba scan's arguments with channels or heads, at `axis` of x, in the groups of B and C."""
+    x, dt, A, B, C, D, z, dt_bias, state = args
+    if B.ndim == axis + 1:
+        B, C = jnp.expand_dims(B, -2), jnp.expand_dims(C, -2)
+    groups, of_state = B.shape[-2], axis - x.ndim - 1
+    x, dt, z = (split_groups(v, axis, groups) for v in (x, dt, z))
+    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
+    state = split_groups(state, 0 if state is None else state.ndim + of_state, groups)
+    return x, dt, A, B, C, D, z, dt_bias, state
+
+
 def join_groups(v: Any, axis: int) -> Any:
     """Undoes :func:`split_groups` along `axis`, the axis of the groups."""
     if v is None or v.shape[axis] == 1:

@@ -271,10 +271,9 @@ def along(mask: jax.Array, like: jax.Array) -> jax.Array:
     return mask.reshape(*mask.shape, *[1] * (like.ndim - mask.ndim))
 
 
-def with_zeros(states: jax.Array, axis: int = 1) -> jax.Array:
-    """States with one of zeros behind them, number S."""
-    widths = [(0, int(i == axis)) for i in range(states.ndim)]
-    return jnp.pad(states, widths)
+def with_zeros(states: jax.Array) -> jax.Array:
+    """States (B, S, …) with one of zeros behind them, number S."""
+    return jnp.pad(states, [(0, int(i == 1)) for i in range(states.ndim)])
 
 
 def _last_tokens(options: None, v: jax.Array, last: jax.Array, absent: Any) -> tuple[jax.Array]:

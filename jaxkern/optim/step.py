@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jaxkern.core.arguments import floating_leaves
 from jaxkern.core.bound import standard_promotion, wide
+from jaxkern.core.derivatives import without_derivative
 from jaxkern.core.dispatch import Implementation
 from jaxkern.optim.arithmetic import (
     CODE_BLOCK,
@@ -253,7 +254,9 @@ def _leaves(options, grads, state, params) -> tuple[list[Leaf], Any]:
                 "of this dtype"
             )
         (m, m_scale), (v, v_scale) = (
-            (a.codes, _of_first_order(a.scale)) if isinstance(a, Quantised) else (a, None)
+            (a.codes, without_derivative(a.scale, _CODES_HAVE_NO_TANGENT))
+            if isinstance(a, Quantised)
+            else (a, None)
             for a in (m, v)
         )
         weight, copy = (master, p) if mastered else (p, None)
@@ -267,6 +270,11 @@ def _paths(tree: Tree, is_leaf: Any = None) -> list[str]:
     return [jax.tree_util.keystr(path) for path, _ in found]
 
 
+_CODES_HAVE_NO_TANGENT = (
+    "a step cannot be differentiated by an average in 8 bits, whose codes are integers: through "
+    "one step, parameters have derivatives, and not from one step to the next. Leave "
+    'mu_dtype="int8" and nu_dtype="uint8" out'
+)
 _OF_NNX = "use jaxkern.nn.flax.Optimizer, or make arrays by nnx.as_pure"
 
 
@@ -296,21 +304,6 @@ def _wrong_dtype(what: str, node: Any) -> str | None:
     return (
         f"must be {code} codes with a float32 scale for each {CODE_BLOCK}, {scales}; got "
         f"{node.codes.dtype} and {node.scale.dtype}{list(node.scale.shape)}"
-    )
-
-
-@jax.custom_jvp
-def _of_first_order(scale: jax.Array) -> jax.Array:
-    """The scale of codes; as codes have no tangent, differentiating by it is refused."""
-    return scale
-
-
-@_of_first_order.defjvp
-def _refuse_second_step(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "a step cannot be differentiated by an average in 8 bits, whose codes are integers: "
-        "through one step, parameters have derivatives, and not from one step to the next. Leave "
-        'mu_dtype="int8" and nu_dtype="uint8" out'
     )
 
 

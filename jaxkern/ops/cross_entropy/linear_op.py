@@ -201,10 +201,9 @@ def _all_logits_bwd(options, product, res, cotangents):
     x, weight, bias, accumulator, labels, logits, lse = res
     du = gradient_of_logits(options, logits, labels, lse, cotangents)
     x = options.terms.without_ignored(x, labels)
-    accumulators = None if accumulator is None else (accumulator,)
-    grads = linear_op.gradients(product, x, (du,), (weight,), (bias,), accumulators)
-    dx, [dweight], [dbias], totals = grads
-    return dx, dweight, dbias, None if totals is None else totals[0], None
+    grads = linear_op.gradients(product, x, (du,), (weight,), (bias,), (accumulator,))
+    dx, [dweight], [dbias], [total] = grads
+    return dx, dweight, dbias, total, None
 
 
 def _all_logits(x, weight, bias, accumulator, labels, options, product):

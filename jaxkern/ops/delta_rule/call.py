@@ -68,7 +68,7 @@ def up(size: int, multiple: int) -> int:
 SUM, BETA, START, TO_END = range(4)
 """Rows of a chunk's steps: c · log2(e), β, E and β ∘ left."""
 MOST = SUM
-"""With decays of channels a chunk has two rows of steps: the most that g may be, and β."""
+"""Row of the most that g may be, where decays are of channels: such a chunk has it and β."""
 
 
 class Call:

@@ -60,7 +60,7 @@ from jaxkern.core.bound import wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding, on_all
+from jaxkern.core.mesh import match_primals, match_sharding, on_all
 from jaxkern.ops import segments
 from jaxkern.ops.delta_rule import devices
 from jaxkern.ops.delta_rule import step as step_kernel
@@ -272,11 +272,7 @@ def _delta_rule_fwd(q, k, v, g, beta, initial_state, rank, crossed, options):
 
 def _delta_rule_bwd(options, res, cotangents):
     args, saved = res
-    grads = BACKWARD(options, *args, *saved, *cotangents)
-    return tuple(
-        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
-        for grad, arg in zip(grads, args, strict=True)
-    )
+    return match_primals(BACKWARD(options, *args, *saved, *cotangents), args)
 
 
 _jitted = Differentiable(_delta_rule_fwd, _delta_rule_bwd, _delta_rule)

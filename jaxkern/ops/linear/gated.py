@@ -175,7 +175,7 @@ def gated_linear_unit(
     mode = resolve(implementation, reason, op="gated_linear_unit")
     options = GatedOptions(unit, w_up is None, recompute, False, precision, mode)
     arrays = (x, w_gate, w_up, b_gate, b_up)
-    if mode == "xla" and accumulators is None:
+    if mode == "xla" and accumulators[0] is None:
         f = functools.partial(reference_forward, options)
         out = (jax.checkpoint(f) if recompute else f)(*arrays)
         return named("gated_linear_unit", out[0])
@@ -203,9 +203,9 @@ def _check_rest(w_gate: jax.Array, w_up: Any, b_gate: Any, b_up: Any) -> tuple[A
 
 
 def _check_accumulators(accumulators: Any, w_gate: jax.Array, w_up: Any) -> Any:
-    """Checks the accumulators, and returns a tuple of one for each weight."""
+    """Checks the accumulators, and returns a tuple of one, or of ``None``, for each weight."""
     if accumulators is None:
-        return None
+        return (None,) * (1 if w_up is None else 2)
     shape = w_gate.shape
     if w_up is None:
         meaning = "(K, 2N), the shape of w_gate; without w_up there is one accumulator"

@@ -208,10 +208,9 @@ def _linear_bwd(options, res, dout):
     if options.activation is not None:
         times_slope = CURVES[options.activation](y.astype(jnp.float32), PLAIN)[1]
         dy = times_slope(dout.astype(jnp.float32)).astype(dout.dtype)
-    accumulators = None if accumulator is None else (accumulator,)
-    grads = gradients(options, x, (dy,), (weight,), (bias,), accumulators)
-    dx, [dweight], [dbias], totals = grads
-    return dx, dweight, dbias, None if totals is None else totals[0]
+    grads = gradients(options, x, (dy,), (weight,), (bias,), (accumulator,))
+    dx, [dweight], [dbias], [total] = grads
+    return dx, dweight, dbias, total
 
 
 _linear_jit = Differentiable(_linear_fwd, _linear_bwd, _linear)
@@ -223,8 +222,8 @@ def gradients(
     """The backward of x · w for one weight, or for two with as many `dys`.
 
     Returns:
-      dx, tuples dweights (of ``None`` with accumulators) and dbiases, and the accumulators'
-      sums or ``None``.
+      dx and tuples dweights, dbiases and sums with the accumulators; where these are given
+      dweights are ``None``, else the sums.
     """
     passes = BACKWARD[len(dys)]
     [dx] = passes.dx(options.giving(dys[0].dtype), *dys, *weights)
@@ -232,9 +231,10 @@ def gradients(
         match_primal(products.bias_gradient(d, b), b) for d, b in zip(dys, biases, strict=True)
     )
     matched = lambda values, like: tuple(map(match_primal, values, like))
-    if accumulators is None:
+    absent = (None,) * len(weights)
+    if accumulators[0] is None:
         dweights = passes.dweight(options.giving(*(w.dtype for w in weights)), x, *dys)
-        return match_primal(dx, x), matched(dweights, weights), dbiases, None
+        return match_primal(dx, x), matched(dweights, weights), dbiases, absent
     options = options.giving(*["float32"] * len(dys))
     if any(products.varies_more(v, a) for v in (x, *dys) for a in accumulators):
         # Devices that have the same accumulator add their gradients to it.
@@ -242,7 +242,7 @@ def gradients(
         sums = [a + dweight for a, dweight in zip(accumulators, sums, strict=True)]
     else:
         sums = passes.accumulate(options, *accumulators, x, *dys)
-    return match_primal(dx, x), (None,) * len(weights), dbiases, matched(sums, accumulators)
+    return match_primal(dx, x), absent, dbiases, matched(sums, accumulators)
 
 
 FORWARD = KernelPass(
@@ -310,7 +310,7 @@ def _backward(weights: int) -> BackwardPasses:
 
 
 BACKWARD = {weights: _backward(weights) for weights in (1, 2)}
-"""By the number of weights that multiply the same x."""
+"""The backward's passes by the number of weights that multiply the same x."""
 
 
 # A norm and the linear layers after it, which do not keep its result

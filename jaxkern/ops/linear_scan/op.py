@@ -48,7 +48,7 @@ from jaxkern.core.arguments import check_floating, check_sequence_axis, unfit
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import is_first, is_last, match_primal, match_sharding, on_all, only_if
+from jaxkern.core.mesh import is_first, is_last, match_primals, match_sharding, on_all, only_if
 from jaxkern.ops import segments
 from jaxkern.ops.linear_scan.kernel import launch_bwd, launch_device_carry, launch_fwd
 from jaxkern.ops.linear_scan.reference import (
@@ -234,10 +234,8 @@ def _linear_scan_bwd(options, res, cotangents):
     a, b, initial_state, entered, states = res
     own = None if options.num_segments is None else initial_state
     da, db, dstate = BACKWARD(options, a, b, own, entered, states, *cotangents)
-    if initial_state is None:
-        return match_primal(da, a), match_primal(db, b), None, None
-    dstate = match_primal(dstate, initial_state).astype(initial_state.dtype)
-    return match_primal(da, a), match_primal(db, b), dstate, None
+    dstate = None if initial_state is None else dstate
+    return *match_primals((da, db, dstate), (a, b, initial_state)), None
 
 
 _linear_scan_jit = Differentiable(_linear_scan_fwd, _linear_scan_bwd, _linear_scan)

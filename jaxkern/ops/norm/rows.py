@@ -138,7 +138,7 @@ would do where no row's sums are sent ahead."""
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Between the warps of `warpgroups` warpgroups in each of `blocks` blocks of a cluster."""
+    """Exchanges sums between all warps of a cluster: `warpgroups` in each of `blocks` blocks."""
 
     warpgroups: int
     blocks: int

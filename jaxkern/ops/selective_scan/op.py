@@ -71,7 +71,7 @@ from jaxkern.core.kernel_pass import KernelPass, named
 from jaxkern.core.mesh import (
     is_first,
     is_last,
-    match_primal,
+    match_primals,
     match_sharding,
     on_all,
     only_if,
@@ -83,6 +83,7 @@ from jaxkern.ops.linear import linear
 from jaxkern.ops.linear.products import check_operands
 from jaxkern.ops.scan_options import (
     StepSizes,
+    by_group,
     check_checkpoint_every,
     check_layer,
     join_groups,
@@ -97,7 +98,6 @@ from jaxkern.ops.selective_scan.reference import (
     DEFAULT_CHECKPOINT_EVERY,
     RECOMPUTED_EVERY,
     SelectiveScanOptions,
-    by_group,
     decay_of,
     reference_bwd,
     reference_bwd_carry,
@@ -264,7 +264,7 @@ def selective_scan(
     options = SelectiveScanOptions(
         sizes, return_final_state, every, mode, count, sequence_axis=over
     )
-    grouped = (*by_group((*args, initial_state)), keep, crossed)
+    grouped = (*by_group((*args, initial_state), 2), keep, crossed)
     if mode != "xla" and out_weight is not None:
         out, final = _projected_jit(*grouped, out_weight, options)
     elif mode != "xla":
@@ -341,14 +341,7 @@ def _selective_scan_fwd(x, dt, A, B, C, D, z, dt_bias, initial_state, keep, cros
 def _selective_scan_bwd(options, res, cotangents):
     args, states = res
     *grads, _ = BACKWARD(options, *args, states, *cotangents)
-    return _matched(grads, args)
-
-
-def _matched(grads: Any, args: Any) -> tuple[Any, ...]:
-    return tuple(
-        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
-        for grad, arg in zip(grads, args, strict=True)
-    )
+    return match_primals(grads, args)
 
 
 _jitted = Differentiable(_selective_scan_fwd, _selective_scan_bwd, _selective_scan)
@@ -378,7 +371,7 @@ def _projected_bwd(options, res, cotangents):
     with_output = dataclasses.replace(options, output=True)
     *grads, out = BACKWARD(with_output, *args, states, dout, dfinal)
     out = join_groups(match_sharding(out, args[0]), 2)
-    return *_matched(grads, args), jax.vjp(lambda w: linear(out, w), weight)[1](dproduct)[0]
+    return *match_primals(grads, args), jax.vjp(lambda w: linear(out, w), weight)[1](dproduct)[0]
 
 
 _projected_jit = Differentiable(_projected_fwd, _projected_bwd, _projected)
@@ -581,7 +574,7 @@ def selective_scan_step(
     args = check_columns(check, x, dt, A, B, C, D, z, dt_bias)
     of_layer = args[0].shape[0], *args[2].shape
     number, state = check_layer(layer, state, of_layer, _STATE_SHAPE)
-    *grouped, state = by_group((*args, state))
+    *grouped, state = by_group((*args, state), 1)
     reason = scan_step.unsupported(state, *grouped)
     mode = resolve(implementation, reason, op="selective_scan_step")
     options = scan_step.ScanStepOptions(StepSizes.checked(dt_softplus, dt_limit), mode)

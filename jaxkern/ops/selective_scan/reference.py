@@ -18,7 +18,7 @@ from jax import lax
 
 from jaxkern.core.dispatch import Mode
 from jaxkern.core.mesh import Axes, vary_over, varying
-from jaxkern.ops.scan_options import SequenceBlocks, StepSizes, split_groups
+from jaxkern.ops.scan_options import SequenceBlocks, StepSizes
 from jaxkern.ops.segments import Seen, along, with_zeros
 
 CHUNK = 8
@@ -47,18 +47,6 @@ class SelectiveScanOptions:
     save: bool = False  # states, for the backward
     output: bool = False  # of the backward, too: what the forward gave
     sequence_axis: Axes = ()  # over which a caller's shard_map splits L
-
-
-def by_group(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with channels as (G, P): P in each of the G groups of B and C."""
-    x, dt, A, B, C, D, z, dt_bias, state = args
-    if B.ndim == x.ndim:
-        B, C = jnp.expand_dims(B, -2), jnp.expand_dims(C, -2)
-    groups, last = B.shape[-2], x.ndim - 1
-    x, dt, z = (split_groups(v, last, groups) for v in (x, dt, z))
-    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_groups(state, 0 if state is None else state.ndim - 2, groups)
-    return x, dt, A, B, C, D, z, dt_bias, state
 
 
 class _Tokens(NamedTuple):

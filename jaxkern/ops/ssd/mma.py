@@ -214,7 +214,7 @@ class _Forward(_Sequence):
 def launch_carry(
     scan: SsdTile, reverse: bool, tokens: Any, weights: Any, steps: Any, starts: Any
 ) -> tuple[Any, Any]:
-    """As :func:`jaxkern.ops.ssd.forward.launch_carry`; states of all chunks are saved or none."""
+    """:func:`.forward.launch_carry` by mma.sync; states of all chunks are saved or none."""
     ring = _ring(scan.grid, 0, tokens.dtype, tokens=(STEP, SLICE), weights=(STEP, scan.states))
     state = scan.heads, scan.channels, scan.states
     like = lambda count, dtype: jax.ShapeDtypeStruct((scan.batch, count, *state), dtype)

@@ -66,12 +66,13 @@ from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, final_state_op, public_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import match_primal, match_sharding, on_all
+from jaxkern.core.mesh import match_primals, match_sharding, on_all
 from jaxkern.ops import scan_step, segments
 from jaxkern.ops.chunks import least_log_decay
 from jaxkern.ops.columns import StepPass, check_columns
 from jaxkern.ops.scan_options import (
     StepSizes,
+    by_group,
     check_checkpoint_every,
     check_layer,
     join_groups,
@@ -86,7 +87,6 @@ from jaxkern.ops.ssd.reference import (
     SAVED_CHUNK,
     SsdOptions,
     Tokens,
-    by_group,
     reference_bwd,
     reference_fwd,
     ssd_reference,
@@ -311,10 +311,7 @@ def _ssd_bwd(sizes, options, res, cotangents):
     (step_size, a), of_steps = jax.vjp(found_again, dt, A, dt_bias)
     given = x, step_size, a, B, C, D, z, initial_state, rank, crossed
     grads = BACKWARD(options, *given, *saved, *cotangents)
-    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = (
-        None if grad is None else match_primal(grad, arg).astype(arg.dtype)
-        for grad, arg in zip(grads, given, strict=True)
-    )
+    dx, ds, da, dB, dC, dD, dz, dinitial, _, _ = match_primals(grads, given)
     ddt, dA, ddt_bias = of_steps((ds, da))
     return dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dinitial, None, None
 

@@ -23,7 +23,6 @@ from jaxkern.ops.chunks import (
     scan_bwd,
     scan_fwd,
 )
-from jaxkern.ops.scan_options import split_groups
 from jaxkern.ops.segments import along
 
 SAVED_CHUNK = 128
@@ -51,16 +50,6 @@ def saves_y(options: SsdOptions, z: Any) -> bool:
     return z is not None and options.save and options.checkpoint_every is not None
 
 
-def by_group(args: tuple[Any, ...], axis: int) -> tuple[Any, ...]:
-    """The arguments with heads, at `axis` of x, as (G, R): R in each of the G groups."""
-    x, dt, A, B, C, D, z, dt_bias, state = args
-    groups = B.shape[-2]
-    x, dt, z = (split_groups(v, axis, groups) for v in (x, dt, z))
-    A, D, dt_bias = (split_groups(v, 0, groups) for v in (A, D, dt_bias))
-    state = split_groups(state, 0 if state is None else state.ndim - 3, groups)
-    return x, dt, A, B, C, D, z, dt_bias, state
-
-
 class Tokens(NamedTuple):
     """The floating arrays with a time axis; `dt` are step sizes, `a` logarithms of decays."""
 
@@ -85,7 +74,7 @@ class Tokens(NamedTuple):
 
     @property
     def saved(self) -> Any:
-        """In fp16 a state that grows could not be held."""
+        """The dtype of saved states: bf16 of bf16, else fp32; fp16 cannot hold one that grows."""
         if self.x.dtype == jnp.bfloat16:
             return jnp.bfloat16
         return jnp.promote_types(self.x.dtype, jnp.float32)
