@@ -174,6 +174,8 @@ OF_NORMS = [
     (VALUE, r'^gate_activation .* "relu".*; got \'mish\'', {"gate_activation": "mish"}),
     (VALUE, r'^gate_activation .*"tanh"; got None', {"gate_activation": None}),
     (VALUE, "positive divisor of the last axis of x, 32; got 3", {"group_size": 3}),
+    (TYPE, "dtype must be bfloat16, .*, got float8_e5m2", {"dtype": jnp.float8_e5m2}),
+    (NotImplementedError, "dtype is float64", {"dtype": "float64", "implementation": "mosaic"}),
 ]
 OF_LOSSES = [
     (TYPE, "labels must be integers, got float32; .* optax", {"labels": ones(7)}),
