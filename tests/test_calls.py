@@ -217,6 +217,10 @@ WRONG_CALLS = {
         ),
         (NotImplementedError, "x is float32", {"x": ones(7, 16), "implementation": "mosaic"}),
     ],
+    "rms_norm_linear": [
+        (TYPE, "b must be a tuple of 2 arrays, .*; got float", {"w": [ones(16, 8)] * 2, "b": 1.0}),
+        (VALUE, "as many arrays, .*; got 2 and 1", {"w": [ones(16, 8)] * 2, "b": (None,)}),
+    ],
     "gated_linear_unit": [
         (VALUE, r"\(K, 2N\).*odd number", {"w_gate": ones(16, 25), "w_up": None}),
         (VALUE, "b_up must be None without w_up", {"w_up": None, "b_up": ones(12)}),
