@@ -63,6 +63,13 @@ def test_empty_axes_of_kernels(name):
     _check_empty(CASES[name], "mosaic")
 
 
+def test_vmap_of_no_examples():
+    """No kernel is launched on a grid of size 0."""
+    mean = lambda x: jnp.mean(jaxkern.rms_norm(x))
+    grads = jax.vmap(jax.value_and_grad(mean))
+    assert not check.kernel_calls(check.lowered(grads, jnp.ones((0, 2, 256))))
+
+
 ONE_PROGRAM = {case.op: name for name, case in CASES.items() if name != "dropout"}
 
 
