@@ -63,6 +63,13 @@ def test_empty_axes_of_kernels(name):
     _check_empty(CASES[name], "mosaic")
 
 
+def test_vmap_of_no_examples():
+    """No kernel is launched on a grid of size 0."""
+    mean = lambda x: jnp.mean(jaxkern.rms_norm(x))
+    grads = jax.vmap(jax.value_and_grad(mean))
+    assert not check.kernel_calls(check.lowered(grads, jnp.ones((0, 2, 256))))
+
+
 ONE_PROGRAM = {case.op: name for name, case in CASES.items() if name != "dropout"}
 
 
@@ -174,6 +181,8 @@ OF_NORMS = [
     (VALUE, r'^gate_activation .* "relu".*; got \'mish\'', {"gate_activation": "mish"}),
     (VALUE, r'^gate_activation .*"tanh"; got None', {"gate_activation": None}),
     (VALUE, "positive divisor of the last axis of x, 32; got 3", {"group_size": 3}),
+    (TYPE, "dtype must be bfloat16, .*, got float8_e5m2", {"dtype": jnp.float8_e5m2}),
+    (NotImplementedError, "dtype is float64", {"dtype": "float64", "implementation": "mosaic"}),
 ]
 OF_LOSSES = [
     (TYPE, "labels must be integers, got float32; .* optax", {"labels": ones(7)}),
@@ -214,6 +223,10 @@ WRONG_CALLS = {
             for wrong in ("bogus", None, 3, ones(3), (None, None))
         ),
         (NotImplementedError, "x is float32", {"x": ones(7, 16), "implementation": "mosaic"}),
+    ],
+    "rms_norm_linear": [
+        (TYPE, "b must be a tuple of 2 arrays, .*; got float", {"w": [ones(16, 8)] * 2, "b": 1.0}),
+        (VALUE, "as many arrays, .*; got 2 and 1", {"w": [ones(16, 8)] * 2, "b": (None,)}),
     ],
     "gated_linear_unit": [
         (VALUE, r"\(K, 2N\).*odd number", {"w_gate": ones(16, 25), "w_up": None}),

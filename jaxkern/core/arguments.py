@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 _COMPILED = (
     "as it is compiled in; got {}. Mark it static (jax.jit(..., static_argnames=...)) or close "
     "over it"
@@ -28,7 +28,7 @@ def as_array(name: str, x: Any) -> jax.Array:
 def check_floating(name: str, x: Any) -> jax.Array:
     """`x` as an array of a real floating dtype of at least 16 bits."""
     array = as_array(name, x)
-    if array.dtype not in _FLOATS:
+    if array.dtype not in FLOATS:
         raise TypeError(
             f"{name} must have a floating dtype (bfloat16, float16, float32; float64 in plain "
             f"JAX), got {array.dtype}; convert it first, e.g. {name}.astype(jnp.float32)"

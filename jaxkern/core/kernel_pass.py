@@ -333,14 +333,13 @@ def _batchable(call: PassCall) -> Callable[..., Arrays]:
 
     @f.def_vmap
     def vmap(axis_size: int, in_batched: Sequence[bool], *arrays: Any) -> tuple[Any, Any]:
-        del axis_size
         if not call.of.batched and call.mode in ("mosaic", "interpret"):
             raise NotImplementedError(
                 f'{call.name}: implementation="mosaic" cannot take this call: the kernel has '
                 'no vmap. Use implementation="xla", or None to have it chosen.'
             )
         axes = tuple(0 if b else None for b in in_batched)
-        mode = call.mode if call.of.batched else "xla"
+        mode = call.mode if call.of.batched and axis_size else "xla"  # no grid is of size 0
         inner = dataclasses.replace(call, mode=mode, in_axes=(*call.in_axes, axes))
         return _batchable(inner)(*arrays), tuple(True for _ in call.results)
 

@@ -447,9 +447,13 @@ def layer_norm_linear(
 
 def _normed(norm: str, arrays: Any, settings: Settings, w: Any, b: Any, of_linear: Any) -> Any:
     """Products after a norm, the result of which is not kept."""
-    several = isinstance(w, tuple)
+    several = isinstance(w, tuple | list)
     weights, biases = (w, b) if several else ((w,), (b,))
     biases = (None,) * len(weights) if biases is None else biases
+    if not isinstance(biases, tuple | list):
+        raise TypeError(
+            f"b must be a tuple of {len(weights)} arrays, as w is, or None; got {type(b).__name__}"
+        )
     if not weights or len(biases) != len(weights):
         raise ValueError(
             f"w and b must have as many arrays, at least one; got {len(weights)} and {len(biases)}"

@@ -39,6 +39,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkern.core.arguments import (
+    FLOATS,
     check_dtype,
     check_floating,
     check_integer,
@@ -248,6 +249,7 @@ def _checked(
     residual = check_optional("residual", residual, x.shape, "the shape of x")
     gate = check_optional("gate", gate, x.shape, "the shape of x")
     group_size = n if group_size is None else _check_group_size(group_size, n)
+    result = jax.ShapeDtypeStruct((), x.dtype if dtype is None else _check_dtype(dtype))
     options = NormOptions(
         op=op,
         centered=op == "layer_norm",
@@ -261,20 +263,22 @@ def _checked(
         residual_dtype=None if residual is None else str(residual.dtype),
         mode=resolve(
             implementation,
-            unfit(x=x, weight=weight, bias=bias, residual=residual, gate=gate),
+            unfit(x=x, weight=weight, bias=bias, residual=residual, gate=gate, dtype=result),
             op=op,
             slower=_slower(group_size),
         ),
-        out_dtype=None if dtype is None else _check_dtype(dtype),
+        out_dtype=None if dtype is None else str(result.dtype),
     )
     return (x, residual, weight, bias, gate), options
 
 
-def _check_dtype(dtype: Any) -> str:
+def _check_dtype(dtype: Any) -> Any:
     found = check_dtype("dtype", dtype)
-    if not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(f"dtype must be a floating dtype, got {found}; e.g. jnp.bfloat16")
-    return str(found)
+    if found not in FLOATS:
+        raise TypeError(
+            f"dtype must be bfloat16, float16 or float32 (float64 in plain JAX), got {found}"
+        )
+    return found
 
 
 def _check_group_size(group_size: Any, n: int) -> int:
