@@ -741,6 +741,14 @@ def test_products_in_an_op_on_an_explicit_mesh_of_one_device():
         assert [g.sharding.spec for g in grads] == [a.sharding.spec for a in arrays]
 
 
+def test_a_linearised_norm_and_product_run_by_themselves():
+    """In 16 bits, whose kernels the compiler splits, as a program of the tangents alone."""
+    arrays = jnp.ones((2, 64), jnp.bfloat16), jnp.ones(64), jnp.ones((64, 8), jnp.bfloat16)
+    out, along = jax.linearize(jaxkern.rms_norm_linear, *arrays)
+    tangents = jax.tree.map(jnp.zeros_like, arrays[:2])
+    np.testing.assert_array_equal(along(*tangents, arrays[2]), out)
+
+
 @combinations("op", ["layer_norm", "rms_norm"], few=1)
 def test_norm_and_linear_are_both(op):
     """With an activation, for which the backward computes both again."""

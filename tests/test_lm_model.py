@@ -287,6 +287,13 @@ def test_forward_mode_of_what_is_computed_again():
     assert float(along) == pytest.approx(float(sum(jax.tree.leaves(products))), rel=1e-4)
 
 
+def test_attention_in_fp16_is_lowered():
+    """JAX's own has products then that a CPU does not have."""
+    loss = functools.partial(loss_fn, make_model(ROTARY, Options(Policy.parse("fp16"))))
+    grads = jax.jit(jax.grad(functools.partial(loss, windows=windows())))
+    assert "f16" in grads.lower(random_params(ROTARY)).as_text()
+
+
 @pytest.mark.parametrize(("remat", "whole"), [("cheap", True), ("scan", False), ("layer", False)])
 def test_remat_of_products_computes_logits_in_parts(remat, whole):
     """All of the logits at once would take 655 MB."""

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -90,6 +91,7 @@ def _of_arrays(of: Differentiable, options: Arrays, tree: Any) -> Callable[..., 
             rule=_Rule(of.bwd, options, tree, res_tree, out_tree, moving),
             residuals=len(residuals),
             types=tuple(jax.typeof(o).to_tangent_aval() for o in outs),
+            inside=_partitioned(),
         )
         return out, jax.tree.unflatten(out_tree, douts)
 
@@ -138,21 +140,32 @@ class _Rule:
         )
 
 
+@functools.cache
+def _partitioned() -> Any:
+    """A program with an operation that the compiler splits between devices.
+
+    JAX has to know the devices when it lowers one, and looks for it in the parameters of other
+    operations: so `linear_p`, which becomes such ones when it is lowered, has this among its own.
+    """
+    f = custom_partitioning(lambda x: x)
+    f.def_partition(partition=lambda *_: None, sharding_rule="->")
+    return jax.make_jaxpr(f)(jax.ShapeDtypeStruct((), "float32"))
+
+
 linear_p = Primitive("linear")
 linear_p.multiple_results = True
 linear_p.def_impl(functools.partial(xla.apply_primitive, linear_p))
 linear_p.def_abstract_eval(lambda *_, types, **__: list(types))
 
 
-def _forward(*args: Any, rule: _Rule, residuals: int, types: Arrays) -> Arrays:
+def _forward(*args: Any, rule: _Rule, residuals: int, types: Arrays, **_: Any) -> Arrays:
     return rule.tangents(types, args[:residuals], args[residuals:])
 
 
 mlir.register_lowering(linear_p, mlir.lower_fun(_forward, multiple_results=True))
 
 
-def _transpose(douts: Arrays, *args: Any, rule: _Rule, residuals: int, types: Arrays) -> list[Any]:
-    del types
+def _transpose(douts: Arrays, *args: Any, rule: _Rule, residuals: int, **_: Any) -> list[Any]:
     grads = rule.cotangents(args[:residuals], tuple(map(ad.instantiate_zeros, douts)))
     return [*(None,) * residuals, *grads]
 
@@ -179,7 +192,7 @@ def _jvp(primals: Arrays, tangents: Arrays, *, residuals: int, **params: Any) ->
 ad.primitive_jvps[linear_p] = _jvp
 
 
-def _batch(args: Any, dims: Any, *, rule: _Rule, residuals: int, types: Arrays) -> Any:
+def _batch(args: Any, dims: Any, *, rule: _Rule, residuals: int, types: Arrays, **more: Any) -> Any:
     """Batches all tangents, so that each has its own cotangent."""
     axes = tuple(None if d is None else 0 for d in dims)
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
@@ -197,6 +210,7 @@ def _batch(args: Any, dims: Any, *, rule: _Rule, residuals: int, types: Arrays) 
         rule=dataclasses.replace(rule, in_axes=(*rule.in_axes, axes[:residuals])),
         residuals=residuals,
         types=tuple(jax.make_jaxpr(repeat)(*types).out_avals),
+        **more,
     )
     return outs, [0] * len(outs)
 

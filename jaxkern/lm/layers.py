@@ -181,8 +181,11 @@ class Attention(_Layer):
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
     """Attention of queries (B, L, heads, P) over keys (B, T, …) that each has `seen` (B, L, T)."""
+    dtype = q.dtype
+    if dtype == jnp.float16 and jax.default_backend() == "cpu":  # where JAX has no such products
+        q = q.astype(jnp.float32)
     y = jax.nn.dot_product_attention(q, k.astype(q.dtype), v.astype(q.dtype), mask=seen[:, None])
-    return checkpoint_name(y, "attention")
+    return checkpoint_name(y.astype(dtype), "attention")
 
 
 def _rotated(x: jax.Array, positions: jax.Array, size: int, theta: float) -> jax.Array:
