@@ -314,11 +314,14 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(
 
 
 @exhaustive
-@pytest.mark.parametrize(("name", "dimension"), [("micro", 1), ("mamba2-odd", -1)])
+@pytest.mark.parametrize(
+    ("name", "dimension"), [("micro", 1), ("micro-odd", 0), ("mamba2-odd", -1)]
+)
 def test_split_parameters_of_an_explicit_mesh_are_gathered(name, dimension):
+    """Beside a split batch, of a vocabulary whose rows are read, too."""
     model = dataclasses.replace(MODELS[name], n_layers=1)
     structure = make_model(model, Options(scan_layers=True))
-    params, rows = initial_params(model), windows(256)[0]
+    params, rows = initial_params(model), windows(model.vocab_size)[0]
     loss = jax.value_and_grad(lambda params, rows: loss_fn(structure, params, rows))
     expected = jax.jit(loss)(params, rows)
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Explicit,))
@@ -329,6 +332,7 @@ def test_split_parameters_of_an_explicit_mesh_are_gathered(name, dimension):
         return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*spec)))
 
     with jax.set_mesh(mesh):
-        got = jax.jit(loss)(jax.tree.map(split, params), split(rows))
+        rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("d")))
+        got = jax.jit(loss)(jax.tree.map(split, params), rows)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
     jax.tree.map(close, got, expected)

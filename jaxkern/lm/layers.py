@@ -29,7 +29,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxkern
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.kernel_pass import KernelPass
+from jaxkern.core.mesh import TypeOf, match_primal
 from jaxkern.lm.config import ModelConfig
 from jaxkern.nn import common
 from jaxkern.nn.collectives import enter, leave, whole_beside
@@ -276,7 +279,6 @@ def product_with(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return jnp.matmul((tokens[..., None] == every).astype("f4"), table, precision="highest")
 
 
-@jax.custom_vjp
 def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Reads rows of a table (V, D) fp32 for tokens (...): (..., D), its gradient deterministic.
 
@@ -284,16 +286,27 @@ def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     first, and each token's last sum is written to its row. A NaN or an infinity in one of them
     reaches the sums of the tokens sorted after it, in its column.
     """
-    return table[tokens]
+    return _rows(table, tokens, len(table))
 
 
-def _rows_bwd(res, dout):
+def _rows_fwd(table, tokens, size):
+    return READ(size, table, tokens)[0], (TypeOf(jax.typeof(table)), tokens)
+
+
+def _rows_bwd(size, res, dout):
     table, tokens = res
-    size, dim = table.shape
+    return match_primal(ADD(size, tokens, dout)[0], table), None
+
+
+_rows = Differentiable(_rows_fwd, _rows_bwd)
+
+
+def _added(size: int, tokens: jax.Array, dout: jax.Array) -> tuple[jax.Array]:
+    """Adds rows (..., D) up for each token: (V, D)."""
     tokens = tokens.reshape(-1).astype(jnp.promote_types(tokens.dtype, jnp.int32))
     tokens = jnp.where(tokens < 0, tokens + size, tokens)
     order = jnp.argsort(tokens)
-    token, rows = tokens[order], dout.reshape(-1, dim)[order]
+    token, rows = tokens[order], dout.reshape(-1, dout.shape[-1])[order]
     again = (token == jnp.roll(token, 1)).at[:1].set(False)
     decay = jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)
     sums = jaxkern.linear_scan(decay[None], rows[None])[0]
@@ -301,11 +314,18 @@ def _rows_bwd(res, dout):
     # The others have rows of their own past the end: if two rows might be one, XLA would first
     # sort all elements by where they go, so that it is certain which of them stays.
     row = jnp.where(last, token, size + jnp.arange(len(token), dtype=token.dtype))
-    dtable = jnp.zeros_like(table).at[row].set(sums, mode="drop", unique_indices=True)
-    return dtable, None
+    dtable = jnp.zeros((size, rows.shape[-1]), rows.dtype)
+    return (dtable.at[row].set(sums, mode="drop", unique_indices=True),)
 
 
-rows_of.defvjp(lambda table, tokens: (table[tokens], (table, tokens)), _rows_bwd)
+READ = KernelPass(
+    "rows_of",
+    reference=lambda _, table, tokens: (table[tokens],),
+    ins=("v d", "..."),
+    outs=("... d",),
+    whole="v",
+)
+ADD = KernelPass("rows_of_bwd", reference=_added, ins=("...", "... d"), outs=("v d",))
 
 
 def _counting_to(tokens: jax.Array, size: int) -> jax.Array:

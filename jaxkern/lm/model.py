@@ -392,7 +392,7 @@ class MambaLM(nnx.Module):
         """The stream, and nothing to add to it yet."""
         table = whole_beside(self.embedding[...], tokens).astype(jnp.float32)
         x = layers.embed(table, tokens, self.config.vocab_size, self.axis_name)
-        return x, jnp.zeros(x.shape, self.options.policy.compute)
+        return x, jnp.zeros_like(x, self.options.policy.compute)
 
     def _last_norm(self, x, out):
         return self._add_and_normalise(x, out, self.norm)[0]
