@@ -76,6 +76,13 @@ def test_step_by_step(of, size):
     check.assert_close((outs, state), want, 4e-3)
 
 
+def test_one_chunk_is_no_loop():
+    """XLA of JAX 0.12 did not end to inline one, of a Mamba-2 block split over an Auto mesh."""
+    arrays = ssd.inputs_and_state(1, 16, 2, 4, 3)[:5]
+    both = jax.value_and_grad(lambda *a: jaxkern.ssd(*a, implementation="xla").sum(), range(5))
+    assert "scan[" not in str(jax.make_jaxpr(both)(*arrays))
+
+
 @EACH
 def test_step_keeps_its_state_in_float32(of):
     """Ten thousand additions of 1e-3, each lost if the state were bf16."""

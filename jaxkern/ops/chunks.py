@@ -40,6 +40,14 @@ RECOMPUTED_EVERY = 512
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
+def _scan(body: Callable[..., Any], init: Any, xs: Any, **options: Any) -> Any:
+    """``lax.scan``, without a loop of one step: in some programs XLA never ends to inline one."""
+    if len(jax.tree.leaves(xs)[0]) != 1:
+        return lax.scan(body, init, xs, **options)
+    carry, outs = body(init, jax.tree.map(lambda v: v[0], xs))
+    return carry, jax.tree.map(lambda v: v[None], outs)
+
+
 class Tokens(Protocol):
     """The floating arrays of an op with a time axis, (B, L, …): a ``NamedTuple`` of them."""
 
@@ -353,7 +361,7 @@ def scan_fwd(
         after, outs = _run_block(scan, before, block, scan.params)
         return after, (*outs, before.h.astype(dtype) if save else None)
 
-    after, (out, y, states) = lax.scan(body, scan.start(), scan.blocks)
+    after, (out, y, states) = _scan(body, scan.start(), scan.blocks)
     out, y = (None if v is None else contained.out(scan.of_tokens(v)) for v in (out, y))
     final = None
     if options.final:
@@ -398,7 +406,7 @@ def scan_bwd(
         dends = None if seen is None else dfinal.astype(acc)
     init = States(dh, dends), jax.tree.map(jnp.zeros_like, scan.params)
     blocks = scan.blocks, jnp.moveaxis(states, 1, 0), scan.to_blocks(dout)
-    ((dh, _), dparams), dtokens = lax.scan(body, init, blocks, reverse=True)
+    ((dh, _), dparams), dtokens = _scan(body, init, blocks, reverse=True)
     dtokens = type(tokens)(*(None if v is None else scan.of_tokens(v) for v in dtokens))
     dD = None if D is None else dparams.D.reshape(D.shape)
     dinitial = None if given is None else dh
@@ -517,7 +525,7 @@ def _run_block(scan: ChunkedScan, before: States, block: Any, params: Params) ->
             ends = jax.vmap(lambda v, i, h: v.at[i].set(h, mode="drop"))(ends, number, h)
         return States(h, ends), outs
 
-    return lax.scan(body, before, block)
+    return _scan(body, before, block)
 
 
 def decay_sums(a: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -608,7 +616,7 @@ def unless_finite(
             outs = plain(*(own if i == whole else v for i, v in enumerate(row)))
             return tuple(v if v is None or i == whole else v[0] for i, v in enumerate(outs))
 
-        outs = lax.map(of_row, rows)
+        outs = _scan(lambda _, row: (None, of_row(row)), None, rows)[1]
         outs = (v.sum(0) if i == whole and v is not None else v for i, v in enumerate(outs))
         rounded = jax.tree.map(lambda v, like: v.astype(like.dtype), tuple(outs), results)
         return jnp.bool_(True), flat(rounded)
