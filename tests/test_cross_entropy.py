@@ -253,7 +253,7 @@ def test_large_and_infinite_logits(way):
 
 
 def test_labels_of_other_dtypes():
-    """With more classes than the dtype can count."""
+    """There are more classes than the dtype can count."""
     logits = inputs((4,), 300, 1)[0]
     dtypes = ["int32", "int8", "uint8", "int16", "uint32"]
     labels = [np.array([3, 0, 100, 127], dtype) for dtype in dtypes]

@@ -18,22 +18,18 @@ from jaxkern.ops.delta_rule import call as kernel_arrays
 from jaxkern.ops.delta_rule import devices, reference
 from jaxkern.ops.delta_rule.reference import SAVED_EVERY, DeltaRuleOptions
 from tests import check, sequences, ssd
+from tests.check import exhaustive
 from tests.ssd import check_other_segments, cotangents, packed_ids, results_by_name
 
 NAMES = ("v", "k", "q", "g", "beta", "initial_state")
 SIZE = (2, 130, 4, 8, 16, 2)
 """One size for tests that differ in their numbers alone: batch, length, heads, V, K and groups."""
 
-exhaustive = pytest.mark.exhaustive
 GDN, KDA = pytest.param(False, id="GDN"), pytest.param(True, id="KDA")
 KINDS = pytest.mark.parametrize("by_channel", [GDN, KDA])
-GDN_FIRST = pytest.mark.parametrize(
-    "by_channel", [GDN, pytest.param(True, id="KDA", marks=exhaustive)]
-)
-KDA_FIRST = pytest.mark.parametrize(
-    "by_channel", [pytest.param(False, id="GDN", marks=exhaustive), KDA]
-)
-EVERY = pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=exhaustive)])
+GDN_FIRST = pytest.mark.parametrize("by_channel", [GDN, exhaustive(True, id="KDA")])
+KDA_FIRST = pytest.mark.parametrize("by_channel", [exhaustive(False, id="GDN"), KDA])
+EVERY = pytest.mark.parametrize("implementation", [None, exhaustive("xla")])
 """The pair of passes, and plain JAX that JAX differentiates."""
 
 
@@ -147,8 +143,8 @@ def test_delta_rule_of_reflections(gates, by_channel):
     ("length", "by_channel"),
     [
         *((1, False), (17, True), (65, False)),
-        *(pytest.param(n, n % 2 == 0, marks=exhaustive) for n in (1, 2, 15, 16, 17, 63, 64)),
-        *(pytest.param(n, True, marks=exhaustive) for n in (1, 65, 300)),
+        *(exhaustive(n, n % 2 == 0) for n in (1, 2, 15, 16, 17, 63, 64)),
+        *(exhaustive(n, True) for n in (1, 65, 300)),
     ],
 )
 def test_delta_rule_of_any_length(length, by_channel):
@@ -159,7 +155,7 @@ def test_delta_rule_of_any_length(length, by_channel):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "by_channel"), [("bfloat16", False), pytest.param("float16", True, marks=exhaustive)]
+    ("dtype", "by_channel"), [("bfloat16", False), exhaustive("float16", True)]
 )
 def test_delta_rule_in_16_bits(dtype, by_channel):
     """All is computed in fp32, and rounded once: normalised queries and keys, too."""
@@ -170,7 +166,7 @@ def test_delta_rule_in_16_bits(dtype, by_channel):
 
 @pytest.mark.parametrize(
     ("by_channel", "implementation"),
-    [(False, "xla"), *(pytest.param(True, i, marks=exhaustive) for i in (None, "xla"))],
+    [(False, "xla"), *(exhaustive(True, i) for i in (None, "xla"))],
 )
 def test_delta_rule_in_float64(by_channel, implementation):
     """The specification itself, gradients included, is right far below fp32's rounding."""
@@ -188,7 +184,7 @@ def test_delta_rule_in_float64(by_channel, implementation):
     check.assert_close(got, sequences.gated_delta_rule(*wide, **options), 1e-13)
 
 
-@pytest.mark.parametrize("size", [37, *(pytest.param(n, marks=exhaustive) for n in (1, 2, 16))])
+@pytest.mark.parametrize("size", [37, *(exhaustive(n) for n in (1, 2, 16))])
 def test_inverse_of_a_triangle(size):
     """Couplings of parallel keys and β = 2 have powers beyond fp32's digits."""
     with jax.enable_x64(True):
@@ -208,7 +204,7 @@ def test_inverse_of_a_triangle(size):
 # Absent arguments, options
 
 
-@pytest.mark.parametrize("absent", ["g", pytest.param("beta", marks=exhaustive), "both"])
+@pytest.mark.parametrize("absent", ["g", exhaustive("beta"), "both"])
 def test_delta_rule_absent_arguments(absent):
     """Without g nothing decays, without beta it is 1, without a state it begins at 0."""
     v, k, q, g, beta, state = drawn(1, 12, 2, 3, 4, 1)
@@ -317,7 +313,7 @@ def test_delta_rule_of_segments_with_states(by_channel):
     ("implementation", "by_channel", "order"),
     [
         (None, True, 1),
-        *(pytest.param(*case, marks=exhaustive) for case in [(None, False, 1), ("xla", True, 2)]),
+        *(exhaustive(*case) for case in [(None, False, 1), ("xla", True, 2)]),
     ],
 )
 def test_delta_rule_of_growing_states_in_short_segments(implementation, by_channel, order):
@@ -402,7 +398,7 @@ def test_delta_rule_saved_states():
     assert (T.shape, T.dtype) == ((2, 10, 1, 3, 64, 64), jnp.bfloat16)  # an even number of chunks
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @KINDS
 def test_delta_rule_memory(by_channel):
     """Value and gradient take far less than the states of all tokens."""
@@ -454,7 +450,7 @@ def check_kernels(arrays, **options):
 @check.PRODUCTS
 @pytest.mark.parametrize(
     ("size", "options"),
-    [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
+    [exhaustive(*case, id=name) for name, case in INTERPRETED.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
 )
 def test_delta_rule_kernels_accuracy(size, options, products, by_channel):
@@ -467,13 +463,13 @@ def test_delta_rule_kernels():
     check_kernels(drawn(1, 66, 1, 16, 16, 1, dtype="bfloat16"))
 
 
-@exhaustive
+@pytest.mark.exhaustive
 def test_delta_rule_kernels_of_channels():
     """The first of two chunks has strong decays, so that each takes near tokens in its own way."""
     check_kernels(some_strong(drawn(1, 100, 1, 16, 16, 1, by_channel=True, dtype="bfloat16")))
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @KINDS
 def test_delta_rule_kernels_in_parts(by_channel, monkeypatch):
     """Two parts of a sequence are scanned at once, the second with tokens that are not there."""
@@ -496,7 +492,7 @@ def test_parts_of_a_sequence_fill_a_gpu():
     assert parts(1, 32768, 32) == parts(8, 4096, 16) == parts(1, 1000, 1) == 1
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @KINDS
 def test_delta_rule_kernels_without_races(by_channel):
     """Two warpgroups hand tiles to each other; both ways of KDA's pairs."""
@@ -518,7 +514,7 @@ def test_delta_rule_kernels_gates(gates, products, by_channel):
 
 
 @pytest.mark.gpu
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("absent", "by_channel"),
     [("g", False), ("beta", False), pytest.param("beta", True, id="beta-KDA")],
@@ -535,7 +531,7 @@ def test_delta_rule_kernels_without(absent, by_channel):
 
 
 @pytest.mark.gpu
-@exhaustive
+@pytest.mark.exhaustive
 @KINDS
 def test_delta_rule_kernels_keep_nan_where_it_is(by_channel):
     """A NaN leaves other heads the bits they had, and of packed rows other segments' values.
@@ -661,7 +657,7 @@ def test_delta_rule_in_forward_mode():
     check.assert_close(along(f)(*arrays), along(token_by_token)(*arrays), 2e-6)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @KINDS
 def test_delta_rule_exported(by_channel):
     """Value and gradients, for a GPU that may not be here and for the CPU."""

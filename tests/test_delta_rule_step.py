@@ -14,7 +14,7 @@ import jaxkern
 from jaxkern.ops.delta_rule import step as step_kernel
 from tests import check, sequences
 from tests.ssd import cotangents
-from tests.test_delta_rule import KINDS, NAMES, drawn, exhaustive
+from tests.test_delta_rule import KINDS, NAMES, drawn
 from tests.test_scans import AROUND, check_aliased, check_around, check_layers, check_step, step
 
 STEP = jaxkern.gated_delta_rule_step
@@ -83,7 +83,7 @@ DTYPES, ABSENT = ("float32", "bfloat16", "float16"), ((), ("g",), ("beta",))
             *(name, DTYPES[k], ABSENT[(i + k) % 3]),
             marks=[
                 pytest.mark.compiled if name in LARGE else pytest.mark.gpu,
-                *[exhaustive][: k != i % 3],
+                *[pytest.mark.exhaustive][: k != i % 3],
             ],
         )
         for i, name in enumerate(TOKENS)

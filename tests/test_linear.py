@@ -742,7 +742,7 @@ def test_products_in_an_op_on_an_explicit_mesh_of_one_device():
 
 
 def test_a_linearised_norm_and_product_run_by_themselves():
-    """In 16 bits, whose kernels the compiler splits, as a program of the tangents alone."""
+    """A program of the tangents alone has kernels in 16 bits, which the compiler splits."""
     arrays = jnp.ones((2, 64), jnp.bfloat16), jnp.ones(64), jnp.ones((64, 8), jnp.bfloat16)
     out, along = jax.linearize(jaxkern.rms_norm_linear, *arrays)
     tangents = jax.tree.map(jnp.zeros_like, arrays[:2])

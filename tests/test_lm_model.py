@@ -61,7 +61,7 @@ def windows(batch=4, length=24, seed=0):
 
 @KIND
 def test_logits_are_those_of_float64(shape):
-    """For two documents in a row, neither of which sees the other."""
+    """A row has two documents, neither of which sees the other."""
     tokens, params = windows()[:, :-1].astype(np.int32), random_params(shape)
     segments = jnp.broadcast_to(np.repeat([3, 1], 12), tokens.shape)
     model = lambda tokens: nnx.merge(make_model(shape, Options()), params)(

@@ -20,12 +20,12 @@ from jaxkern.lm.parallel import Split, split_of
 from jaxkern.lm.report import read_metrics
 from jaxkern.lm.step import loss_fn, make_model, schedule_of
 from jaxkern.lm.tokenizer import dtype_of
+from tests.check import exhaustive
 from tests.language_models import HYBRID, check_gradients, command, loss_float64, random_params
 
 pytestmark = pytest.mark.skipif(
     len(jax.devices()) < 4, reason="the model is split between four devices"
 )
-exhaustive = pytest.mark.exhaustive
 
 BATCH, LENGTH, STEPS = 8, 12, 3
 
@@ -106,7 +106,7 @@ def stored(placement, tree):
     ("preset", "mesh", "length"),
     [
         ("micro-odd", "fsdp=2,tensor=2", 4),
-        pytest.param("one", "sequence=2", 16, marks=pytest.mark.exhaustive),
+        exhaustive("one", "sequence=2", 16),
         ("mamba2-one", "tensor=2", 4),
         ("kda", "tensor=2", 4),
         ("hybrid", "data=2,fsdp=2", 4),
@@ -153,7 +153,7 @@ def trained(preset, **flags):
     return np.array(numbers), first, loss(state.params, put(placement, rows, placement.windows()))
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "mesh", "flags"),
     [
@@ -181,7 +181,7 @@ def test_a_split_model_has_the_losses_and_gradients_of_one_device(preset, mesh, 
     jax.tree.map(close, split_averages, averages)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("preset", ["micro", "mamba2-micro"])
 def test_nothing_as_long_as_a_sequence_is_gathered(preset):
     flags = {"mesh": "data=2,sequence=2", "seq_len": 4096, "batch_size": 2, "pack": True}
@@ -204,7 +204,7 @@ def test_windows_of_parts_overlap_by_a_token():
     )
 
 
-@exhaustive
+@pytest.mark.exhaustive
 def test_a_batch_in_parts_is_exchanged_once():
     configuration = configured(preset="micro", mesh="fsdp=4", grad_accum=2)
     compiled: Any = program.lowered_step(configuration, placed(configuration)).compile()
@@ -281,7 +281,7 @@ def test_what_cannot_be_split_is_told_by_the_flags_that_were_given(flags, device
         split_of(configured(preset=preset, **values), devices)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("flags", "first", "then"),
     [
@@ -313,12 +313,12 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_losses(
     assert len(records[0]) == len(records[1]) == 5
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "dimension"), [("micro", 1), ("micro-odd", 0), ("mamba2-odd", -1)]
 )
 def test_split_parameters_of_an_explicit_mesh_are_gathered(name, dimension):
-    """Beside a split batch, of a vocabulary whose rows are read, too."""
+    """The batch is split, too; one vocabulary is so large that rows of the embedding are read."""
     model = dataclasses.replace(MODELS[name], n_layers=1)
     structure = make_model(model, Options(scan_layers=True))
     params, rows = initial_params(model), windows(model.vocab_size)[0]

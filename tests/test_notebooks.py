@@ -97,7 +97,7 @@ def results(pattern):
 
 @pytest.mark.parametrize("number", ["02", "05", "07"])
 def test_figures_of_a_notebook_are_those_of_its_files(number):
-    """Where it shows another library, none of all files is faster."""
+    """The library that it shows beside ours is the fastest of all files."""
     (path,) = FOLDER.glob(f"{number}*")
     text = sources(path, "markdown") + sources(path, "code")
     named = set(re.findall(r"nvidia-[\w.-]+\.json", text))

@@ -158,7 +158,7 @@ def test_mosaic_refuses_what_it_cannot():
 
 
 def test_vmap_and_gradients_take_the_twin():
-    """In a program for CUDA too."""
+    """A program for CUDA has no kernel then either."""
     tx = jaxkern.fused_adamw(0.1)
     params = jnp.ones(4)
     go = lambda g: jaxkern.apply(tx, g, tx.init(params), params)[0]

@@ -234,7 +234,7 @@ def step(op, arrays, implementation, **options):
 
 
 def check_step(op, arrays, want, dtype, **options):
-    """At most twice plain JAX's error, the output in `dtype` and the state in fp32."""
+    """Both have at most twice plain JAX's error, the output in `dtype` and the state in fp32."""
     got, plain = (step(op, arrays, how, **options) for how in ("mosaic", "xla"))
     for results in got, plain:
         assert [v.dtype for v in results] == [jnp.dtype(dtype), jnp.float32]
@@ -292,7 +292,7 @@ def check_around(around, op, arrays, **options):
 
 
 def check_aliased(op, arrays):
-    """Where the program is for a GPU the kernel writes the state to where it was."""
+    """The kernel of a program for a GPU writes the state to where it was."""
     run = lambda arrays: op(**arrays, layer=1)
     (call,) = [line for line in check.lowered(run, arrays).splitlines() if "@mosaic_gpu" in line]
     assert call.count("output_operand_alias<") == 1

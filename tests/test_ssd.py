@@ -16,6 +16,7 @@ from jaxkern.ops.scan_options import by_group
 from jaxkern.ops.ssd import backward, forward, inputs, reference, tiles
 from jaxkern.ops.ssd.reference import SsdOptions
 from tests import check
+from tests.check import exhaustive
 from tests.ssd import (
     ALONG,
     NAMES,
@@ -38,8 +39,7 @@ from tests.ssd import (
 SIZE = (2, 70, 4, 3, 5)
 """One size for tests that differ in their numbers alone: more than a chunk; with two groups."""
 
-exhaustive = pytest.mark.exhaustive
-EVERY = pytest.mark.parametrize("implementation", [None, pytest.param("xla", marks=exhaustive)])
+EVERY = pytest.mark.parametrize("implementation", [None, exhaustive("xla")])
 """The pair of passes in plain JAX, and plain JAX that JAX differentiates."""
 
 # Accuracy
@@ -82,8 +82,8 @@ BY_JAX = ("groups", "long memory", "forgets all at once", "chunks", "everything"
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        *(pytest.param(n, None, marks=() if n in BY_DEFAULT else exhaustive) for n in CASES),
-        *(pytest.param(n, "xla", marks=exhaustive) for n in BY_JAX),
+        *(pytest.param(n, None) if n in BY_DEFAULT else exhaustive(n, None) for n in CASES),
+        *(exhaustive(n, "xla") for n in BY_JAX),
     ],
 )
 def test_ssd_accuracy(name, implementation):
@@ -96,9 +96,9 @@ def test_ssd_accuracy(name, implementation):
     [
         (128, (0.05, 0.6), None),
         (256, (-0.02, 0.1), "xla"),
-        pytest.param(256, (-0.02, 0.1), None, marks=exhaustive),
-        pytest.param(None, (0.05, 0.6), None, marks=exhaustive),
-        pytest.param(128, (0.05, 0.6), "xla", marks=exhaustive),
+        exhaustive(256, (-0.02, 0.1), None),
+        exhaustive(None, (0.05, 0.6), None),
+        exhaustive(128, (0.05, 0.6), "xla"),
     ],
 )
 def test_ssd_reference_in_float64(every, limits, implementation):
@@ -146,7 +146,7 @@ def test_ssd_bad_head_stays_alone(implementation):
         check_others(got, want)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @EVERY
 def test_ssd_nan_stays_in_its_segment(implementation):
     """In the same chunk, behind it and before it, in the gradients too, and in a row's first."""
@@ -180,7 +180,7 @@ def test_ssd_gradient_of_the_skip(name, implementation):
 
 @pytest.mark.parametrize(
     ("implementation", "order"),
-    [("xla", 1), *(pytest.param(i, 2, marks=exhaustive) for i in (None, "xla"))],
+    [("xla", 1), *(exhaustive(i, 2) for i in (None, "xla"))],
 )
 def test_ssd_of_growing_states_in_short_segments(implementation, order):
     """The decay over a device's part is e^128, and that over a segment of four tokens e^4."""
@@ -354,7 +354,7 @@ def test_ssd_backward_kernel(passes, monkeypatch):
     check_backward(passes)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 def test_ssd_backward_kernels(passes):
     """With the carry, whose last state is the gradient of the initial one."""
     check.assert_close(*check_backward(passes), 2.0**-8)
@@ -387,7 +387,7 @@ COMPILED = {
 @check.PRODUCTS
 @pytest.mark.parametrize(
     ("size", "groups", "options"),
-    [pytest.param(*case, id=name, marks=exhaustive) for name, case in INTERPRETED.items()]
+    [exhaustive(*case, id=name) for name, case in INTERPRETED.items()]
     + [pytest.param(*case, id=name, marks=pytest.mark.compiled) for name, case in COMPILED.items()],
 )
 def test_ssd_kernels_accuracy(size, groups, options, products):
@@ -418,7 +418,7 @@ def test_ssd_kernels_forget_and_grow(products):
 
 
 @pytest.mark.gpu
-@exhaustive
+@pytest.mark.exhaustive
 def test_ssd_kernels_keep_nan_where_it_is():
     """A NaN leaves other heads the bits they had; with `isolate_nan` other segments, too.
 
@@ -456,9 +456,9 @@ def test_ssd_kernels_keep_nan_where_it_is():
     ("chunks", "part", "sms", "reverse"),
     [
         (6, 4, 8, True),
-        pytest.param(5, 2, 1, False, marks=exhaustive),
-        pytest.param(7, 4, 4, False, marks=exhaustive),
-        pytest.param(7, 4, 4, True, marks=exhaustive),
+        exhaustive(5, 2, 1, False),
+        exhaustive(7, 4, 4, False),
+        exhaustive(7, 4, 4, True),
     ],
 )
 def test_parts_begin_where_the_sequence_is(chunks, part, sms, reverse, monkeypatch):
@@ -546,7 +546,7 @@ def test_ssd_kernels_refuse(arrays, options, reason):
         scan(*arrays, implementation="mosaic", **options)
 
 
-@exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("isolate_nan", [True, False])
 def test_ssd_kernels_wait_to_isolate_nan(isolate_nan):
     """The host waits for the condition of a loop, once a pass."""

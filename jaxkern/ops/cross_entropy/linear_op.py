@@ -37,7 +37,16 @@ from jaxkern.core.bound import standard_promotion, wide
 from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation, Mode, lse_op, resolve
 from jaxkern.core.kernel_pass import KernelPass, named
-from jaxkern.core.mesh import Axes, Partial, SplitSequence, TypeOf, is_first, match_primal, only_if
+from jaxkern.core.mesh import (
+    Axes,
+    Partial,
+    SplitSequence,
+    TypeOf,
+    is_first,
+    match_primal,
+    match_primals,
+    only_if,
+)
 from jaxkern.ops.cross_entropy import linear_kernel
 from jaxkern.ops.cross_entropy.op import (
     Reduction,
@@ -462,9 +471,8 @@ def _in_parts_bwd(options, res, cotangents):
         total, dweight = dweight, None
         if apart:
             total = accumulator + match_primal(total, accumulator)
-    grads = (dx, x), (dweight, weight), (dbias, bias), (total, accumulator)
-    cast = lambda grad, like: match_primal(grad, like).astype(like.dtype)
-    return *(None if grad is None else cast(grad, like) for grad, like in grads), None
+    given = x, weight, bias, accumulator
+    return *match_primals((dx, dweight, dbias, total), given), None
 
 
 in_parts = Differentiable(_in_parts_fwd, _in_parts_bwd, _in_parts)
