@@ -42,7 +42,7 @@ _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
 def _scan(body: Callable[..., Any], init: Any, xs: Any, **options: Any) -> Any:
     """``lax.scan``, without a loop of one step: in some programs XLA never ends to inline one."""
-    if len(jax.tree.leaves(xs)[0]) != 1:
+    if jax.tree.leaves(xs)[0].shape[0] != 1:
         return lax.scan(body, init, xs, **options)
     carry, outs = body(init, jax.tree.map(lambda v: v[0], xs))
     return carry, jax.tree.map(lambda v: v[None], outs)
