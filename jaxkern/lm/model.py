@@ -345,7 +345,7 @@ class MambaLM(nnx.Module):
 
             norm = self._gathered({"norm": params["norm"][...]})["norm"]
             # A block that computes the norm does not keep its result for the backward.
-            apply, of_block = mixed, remat in POLICIES and kind in BLOCKS
+            apply, of_block = mixed, kind in BLOCKS and remat != "layer" and state is None
             if not of_block:
                 stream = self._add_and_normalise(stream[0], stream[1], norm)[::-1]
             if remat in POLICIES:

@@ -359,6 +359,7 @@ def launch_fwd(
     outs: dict[str, Any] = {"out": out, "h": None, "mean": None, "rstd": stat}
     if residual is not None:
         outs["h"] = full.update(dtype=jnp.promote_types(x.dtype, residual.dtype))
+    outs["rounded"] = full.update(dtype=jnp.dtype(jnp.bfloat16)) if options.rounds_sum else None
     if options.centered:
         outs["mean"] = stat
     results = launch(
@@ -378,6 +379,7 @@ def launch_fwd(
         without_groups(options, results["h"], x.shape),
         results["mean"].reshape(stats) if options.centered else None,
         results["rstd"].reshape(stats),
+        without_groups(options, results["rounded"], x.shape),
     )
 
 
@@ -501,8 +503,9 @@ class _Forward:
 
     def _store_h(self, k: Any, windows: Iterable[int], held: list[_ForwardWindow]) -> None:
         for j, window in zip(windows, held, strict=True):
-            if window.h is not None:
-                self._store(self.block.ref.h, k, j, window.h)
+            for ref in (self.block.ref.h, self.block.ref.rounded):
+                if ref is not None:
+                    self._store(ref, k, j, window.h.astype(ref.dtype))
 
     def _store_statistics(self, k: Any, mean: Any, square: Any) -> tuple[Any, Any]:
         """Stores mean and rstd, and returns them as they are combined with windows."""

@@ -20,7 +20,8 @@ s'(gate).
 
 Saved for the backward: the arguments (with a residual, h in place of x and residual: it is returned
 anyway), mean and rstd (fp32, one each per row or group); the rest is recomputed. A product that
-takes the result keeps it as well, but for :func:`norm_then`: there the backward writes it again.
+takes the result keeps it as well, but for :func:`norm_then`: there the backward writes it again,
+and a sum h of a bf16 x and an fp32 residual is kept in bf16 (not for a layer norm).
 
 Bytes per element of x, in units of its size: 2 forward (read x, write out), 3 backward (read x and
 dout, write dx). A residual adds 2 and 1, a gate 1 and 2. With some 5 operations per element forward
@@ -298,13 +299,14 @@ def _slower(n: int) -> str | None:
 
 
 def _pair_fwd(x, residual, weight, bias, gate, options):
-    out, h, mean, rstd = FORWARD(options, x, residual, weight, bias, gate)
+    out, h, mean, rstd, rounded = FORWARD(options, x, residual, weight, bias, gate)
     out = match_sharding(out, x)
     if h is None:
         return (out, None), (x, None, weight, bias, gate, mean, rstd)
     h = match_sharding(h, x)
+    kept = h if rounded is None else match_sharding(rounded, x)
     summands = TypeOf(jax.typeof(x)), TypeOf(jax.typeof(residual))
-    return (out, h), (h, summands, weight, bias, gate, mean, rstd)
+    return (out, h), (kept, summands, weight, bias, gate, mean, rstd)
 
 
 def _pair_bwd(options, res, cotangents):
@@ -366,11 +368,23 @@ def _then(x, residual, weight, bias, gate, operands, op, options, then):
 
 
 def _then_fwd(x, residual, weight, bias, gate, operands, op, options, then):
+    options = dataclasses.replace(options, rounds_sum=_rounds_sum(options))
     (out, h), (kept, *others) = _pair_fwd(x, residual, weight, bias, gate, options)
     *others, mean, rstd = others
     outs, of_residual, *statistics = named(op, (then(out, *operands), h, mean, rstd))
-    kept = kept if h is None else of_residual
+    if h is not None:
+        kept = of_residual if kept is h else named(op, kept)
     return (outs, of_residual), ((kept, *others, *statistics), operands)
+
+
+def _rounds_sum(options: NormOptions) -> bool:
+    """Whether the backward has x + residual in bf16, rounded by the forward's kernel.
+
+    Rounding changes an element by at most 2⁻⁹ of itself, as it does the result's. In a layer norm
+    it would be 2⁻⁹ of a mean that may be much larger than what is left without it.
+    """
+    to_bf16 = options.x_dtype == "bfloat16" and options.residual_dtype == "float32"
+    return to_bf16 and not options.centered
 
 
 def _then_bwd(op, options, then, res, cotangents):
@@ -392,7 +406,7 @@ FORWARD = KernelPass(
     kernel=launch_fwd,
     reference=reference_fwd,
     ins=("... n", "... n", "n", "n", "... n"),
-    outs=("... n", "... n", "... s", "... s"),
+    outs=("... n", "... n", "... s", "... s", "... n"),
     whole="n s",
     sequence=lambda options: None if options.mode == "mosaic" else FORWARD_PARTS,
 )

@@ -37,6 +37,7 @@ class NormOptions:
       mode: from :func:`jaxkern.core.dispatch.resolve`.
       out_dtype: of the result; None for that of `x`.
       output: whether the backward gives the result again.
+      rounds_sum: whether the forward gives x + residual, float32, in bfloat16, too.
     """
 
     op: str
@@ -52,6 +53,7 @@ class NormOptions:
     mode: Mode
     out_dtype: str | None = None
     output: bool = False
+    rounds_sum: bool = False
 
     @property
     def result_dtype(self) -> str:
@@ -192,7 +194,10 @@ def reference_fwd(
     gate: Any,
     rows: NormRows = NormRows(),
 ):
-    """(out, h, mean, rstd): h is x + residual, None without one; mean is None uncentred."""
+    """(out, h, mean, rstd, rounded): h is x + residual, None without one; mean is None uncentred.
+
+    `rounded` is h in bf16, None unless the options ask for it.
+    """
     h = x
     if residual is not None:
         dtype = jnp.promote_types(x.dtype, residual.dtype)
@@ -205,7 +210,8 @@ def reference_fwd(
     xhat = (xhat * rows.own(options, rstd, v)[..., None]).reshape(x.shape)
     scale = _scale(options, weight)
     out = output(options, xhat, scale, _wide(bias), gate, PLAIN).astype(options.result_dtype)
-    return out, None if residual is None else h, mean, rstd
+    rounded = h.astype(jnp.bfloat16) if options.rounds_sum else None
+    return out, None if residual is None else h, mean, rstd, rounded
 
 
 def reference_bwd(
@@ -273,9 +279,9 @@ def _unfit(options: NormOptions, parts: int, x: Any, *_: Any) -> str | None:
 
 def _forward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:
     del run
-    out, h, mean, rstd = reference_fwd(options, *arrays, rows=NormParts(axes))
+    out, h, mean, rstd, rounded = reference_fwd(options, *arrays, rows=NormParts(axes))
     first = is_first(axes)  # every device has all statistics, and they are added up
-    return out, h, only_if(first, mean), only_if(first, rstd)
+    return out, h, only_if(first, mean), only_if(first, rstd), rounded
 
 
 def _backward_part(run: Any, axes: Axes, options: NormOptions, *arrays: Any) -> Any:

@@ -6,6 +6,7 @@ before it is worked on, and the sums over states are shuffled during later steps
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ from jaxkern.ops.selective_scan.reference import (
     SelectiveScanOptions,
     reference_carry,
     reference_fwd,
+    saved_dtype,
 )
 from jaxkern.ops.selective_scan.steps import (
     Steps,
@@ -86,11 +88,13 @@ def launch_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, Any
         ins |= launch_carry(call, _CARRY, *rest, left_out="last")
     else:
         ins |= {"passed": None, "total": None}
+    saved = saved_dtype(jnp.float32, x, dt, B, C, z)
+    like = functools.partial(call.states_like, call.batch)
     outs = {
         "out": jax.ShapeDtypeStruct(call.arrays["x"].shape, x.dtype),
-        "final": call.states_like(call.batch) if options.final else None,
-        "ends": None if not options.final or not count else call.states_like(call.batch, count),
-        "states": call.states_like(call.batch, -(-call.length // every)) if every else None,
+        "final": like() if options.final else None,
+        "ends": like(count) if options.final and count else None,
+        "states": None if not every else like(-(-call.length // every)).update(dtype=saved),
     }
     kernel = _halved_fwd_kernel if grid.halved else _fwd_kernel
     got = call.run("selective_scan_fwd", kernel, scan, ins, outs, memory)

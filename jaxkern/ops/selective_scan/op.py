@@ -24,8 +24,9 @@ Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfi
     dinitial_state[n] = k[0] · a[0,n] · dh[0,n]     (k[0] = 1)
 
 Saved for the backward: the arguments, and the state before every k-th step, k = checkpoint_every,
-(B, L/k, D, N) in fp32: 4·N/k bytes per element of x, 2 at N = 16 and the default, k = 32. The
-states in between are recomputed. While the backward runs, it also holds the sums of dB and dC over
+(B, L/k, D, N), in bf16 where x, dt, B, C and z are, else in fp32: 2·N/k bytes per element of a bf16
+x, 1 at N = 16 and the default, k = 32. The states in between are recomputed from these, in fp32, so
+that an error of 2⁻⁹ in one is of the size of those in x, B and C. While the backward runs, it also holds the sums of dB and dC over
 each block of channels (64 at N = 16), 8·N/64 bytes per element of x.
 
 Per element of x the forward takes N exponentials and 3 operations of the same unit for softplus and
@@ -144,8 +145,9 @@ def selective_scan(
 
     Every floating argument has a gradient, `initial_state` too, and the final state passes one on.
     For the backward, the arguments and the state before every `checkpoint_every`-th step are kept:
-    ``4 * N / checkpoint_every`` bytes per element of `x`. Unless it is 1, nothing of size B·L·D·N
-    is ever held. The result does not depend on it, but for rounding.
+    ``2 * N / checkpoint_every`` bytes per element of `x` where `x`, `dt`, `B`, `C` and `z` are
+    bfloat16 and so are these states, else ``4 * N / checkpoint_every``, in float32. Unless it is 1,
+    nothing of size B·L·D·N is ever held. The result does not depend on it, but for rounding.
 
     A NaN in one channel of one batch row stays there, but for the gradients that sum over channels
     (`B`, `C`) or over batch rows (`A`, `D`, `dt_bias`); it does not get past the end of its
@@ -459,7 +461,7 @@ def _split_backward(run: Any, axes: Any, options: SelectiveScanOptions, *args: A
     if states is None:
         before = _states_before(run, axes, sections, options, *given)
     elif initial_state is not None:
-        before = states[:, 0]
+        before = states[:, 0].astype(initial_state.dtype)
     args = *given[:8], before, keep, crossed
     *grads, dinitial, _, _, out = run(options, *args, states, dout, dfinal)
     dx, ddt, dA, dB, dC, dD, dz, ddt_bias = grads

@@ -35,6 +35,12 @@ between those that are saved."""
 _checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
 
 
+def saved_dtype(acc: Any, *tokens: Any) -> Any:
+    """The dtype of saved states: bfloat16 where x, dt, B, C and z are, else that of sums, `acc`."""
+    of_tokens = {v.dtype for v in tokens if v is not None}
+    return jnp.bfloat16 if of_tokens == {jnp.dtype(jnp.bfloat16)} else acc
+
+
 @dataclasses.dataclass(frozen=True)
 class SelectiveScanOptions:
     """The static arguments of a call."""
@@ -112,8 +118,9 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
     length = tokens.x.shape[1]
     ends = _no_ends(options, h)
     save = options.save and options.checkpoint_every is not None
+    saved = saved_dtype(h.dtype, *tokens)
     if length == 0:
-        out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), h.dtype)
+        out, states = jnp.zeros_like(tokens.x), jnp.zeros((h.shape[0], 0, *h.shape[1:]), saved)
     else:
         blocks = _blocks(options, length)
 
@@ -121,7 +128,7 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
         def body(before, block):
             tokens, masks = block
             after, out = _run_block(options, before, tokens, masks, params)
-            return after, (out, before.h if save else None)
+            return after, (out, before.h.astype(saved) if save else None)
 
         h = _start(options, h, tokens, masks, params)
         masks = masks._replace(valid=_valid(blocks))
@@ -146,7 +153,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     if states is None:
         every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
         *_, states = reference_fwd(every, *given)
-    acc = states.dtype
+    acc = jnp.result_type(jnp.float32, *(v for v in given[:9] if v is not None))
     cast = B.astype(acc), C.astype(acc)
     tokens, masks, params, h = _split(options, x, dt, A, *cast, *others)
     dlast = dfinal if dfinal is None or seen is None else seen.of_row(dfinal)
@@ -167,6 +174,7 @@ def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
             def run(before, tokens, params):
                 return _run_block(options, before, tokens, masks, params)
 
+            before = before.astype(acc)
             before = _ScanCarry(before, _no_ends(options, before))
             (_, out), vjp = jax.vjp(run, before, tokens, params)
             dstates, dtokens, more = vjp((dstates, dout))
