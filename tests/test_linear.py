@@ -727,6 +727,55 @@ def test_norm_and_linear_keep_their_arguments_alone():
     assert counts(calls, "linear_fwd", "linear_dx", "linear_dweight") == [0, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("norm", "dtype", "kept"),
+    [
+        ("rms_norm", "bfloat16", "bfloat16"),
+        ("layer_norm", "bfloat16", "float32"),  # its mean may be much larger than what is left
+        ("rms_norm", "float16", "float32"),  # of less range than the sum
+    ],
+)
+def test_a_sum_before_an_rms_norm_is_kept_in_bf16(norm, dtype, kept):
+    """The sum that is returned stays in float32, whichever is kept."""
+    x, w = jnp.ones((512, 256), dtype), jnp.ones((256, 128), dtype)
+    bias = {"bias": None} if norm == "layer_norm" else {}
+    call = getattr(jaxkern, f"{norm}_linear")
+    f = lambda x, h, w: call(x, None, w=w, residual=h, **bias)
+    (_, h), pullback = jax.eval_shape(lambda *a: jax.vjp(f, *a), x, x.astype("float32"), w)
+    assert h.dtype == jnp.float32
+    assert [str(v.dtype) for v in jax.tree.leaves(pullback) if v.shape == x.shape] == [kept]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [None, "mosaic"])
+def test_gradients_from_a_sum_kept_in_bf16(implementation):
+    """They are at most twice as far from the truth as plain JAX's, of a sum in float32."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), "float32")
+    x, residual, weight, w = draw(24, 128), 8 * draw(24, 128), 1 + draw(128) / 4, draw(128, 32) / 8
+    arrays = x.astype("bfloat16"), residual, weight, w.astype("bfloat16")
+    given = draw(24, 32).astype("bfloat16"), draw(24, 128)
+
+    def by_hand(x, residual, weight, w):
+        h = x + residual
+        normalised = h * jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6) * weight
+        return normalised.astype(w.dtype) @ w, h
+
+    def by_op(x, residual, weight, w):
+        return jaxkern.rms_norm_linear(
+            x, weight, w, residual=residual, implementation=implementation
+        )
+
+    with check.running(implementation):
+        got = jax.jit(lambda *a: jax.vjp(by_op, *a)[1](given))(*arrays)
+    plain = jax.jit(lambda *a: jax.vjp(by_hand, *a)[1](given))(*arrays)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda v: v.astype("float64"), (arrays, given))
+        truth = jax.vjp(by_hand, *wide[0])[1](wide[1])
+    for name, *of_array in zip("x residual weight w".split(), got, plain, truth, strict=True):
+        check.at_most_twice(name, *of_array)
+
+
 def test_products_in_an_op_on_an_explicit_mesh_of_one_device():
     """Zeros like an array that is split over one device are not split."""
     place = lambda *shape: jax.device_put(

@@ -193,6 +193,7 @@ def mamba(
         "implementation": implementation,
     }
     (u,), conv = common.convolved(weights, cache, [u], [], options)
+    u = named("mamba_conv", u)
     state: Any = None if cache is None else cache.scan
     arrays: Any = u, *_parameters(weights, sizes, u, project, axis_name), z
     options |= {"dt_bias": weights.dt_bias, "dt_softplus": True, "out_weight": weights.out_proj}

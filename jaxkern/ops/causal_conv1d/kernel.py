@@ -298,7 +298,7 @@ def launch_fwd(options: ConvOptions, x, weight, bias, state, look_back) -> tuple
         return reference_fwd(options, x, weight, bias, state, look_back)
     (batch, length, dim), width = x.shape, weight.shape[1]
     final = last_inputs(options, x, width, state, look_back)
-    tile = forward_tile(batch, length, dim, width, x.dtype.itemsize)
+    tile = forward_tile(width, x.dtype.itemsize)
     state = None if width == 1 else state
     arrays = {"x": x, "weight": weight, "bias": bias, "state": state, "look_back": look_back}
     call, ins = prepare(options, tile, 0, **arrays)
