@@ -208,6 +208,7 @@ def mamba2(
         "implementation": implementation,
     }
     (u, v), conv = common.convolved(weights, cache, [u, v], [part.d_inner], options)
+    v = named("mamba_conv", v)
     state: Any = None if cache is None else cache.scan
     y: Any = jaxkern.ssd(
         *_scanned(weights, part, u, v, dt),

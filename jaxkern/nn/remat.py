@@ -4,21 +4,21 @@
 
 Without ``jax.checkpoint`` a Mamba block keeps, in units of its B · L · E inner elements in the
 compute dtype, 4: what `in_proj` gives (2), the convolution and the step sizes; and the states of
-the scan, 2 · N / 32 bytes an element of bf16. What `out_proj` multiplies the scan's backward gives again,
-of the other blocks that of their gated norm; and so does a norm before a block, where the block
-computes it (`norm`).
+the scan, in bf16 2 · N / 32 bytes an element. What `out_proj` multiplies the scan's backward gives
+again, of the other blocks that of their gated norm; and so does a norm before a block, where the
+block computes it (`norm`).
 
 ==========  =======================================================  ============================
 policy      keeps                                                    computes again
 ==========  =======================================================  ============================
 `CHEAP`     results of `in_proj`, `x_proj` and the scan, its states  step sizes, activations, casts;
-            and, of Mamba, of the convolution                        other blocks' convolutions
-`SCAN`      results of `in_proj` and `x_proj`                        these and the scan, all
-                                                                     convolutions
+            and of Mamba's convolution, of Mamba-2 that of B and C   other convolutions
+`SCAN`      results of `in_proj` and `x_proj`                        these, all convolutions and the
+                                                                     scan
 ``None``    nothing, which is the default of ``jax.checkpoint``      all, `in_proj`, too
 ==========  =======================================================  ============================
 
-The names in them are ``mamba_in_proj`` of Mamba and Mamba-2, ``mamba_conv`` and ``mamba_x_proj`` of
+The names in them are ``mamba_in_proj`` and ``mamba_conv`` of Mamba and Mamba-2, ``mamba_x_proj`` of
 Mamba, ``delta_in_proj`` of :mod:`jaxkern.nn.delta_net`, and the ops'.
 The input of what is checkpointed is always kept. Of other layers inside of it these policies keep
 nothing; ``jax.checkpoint_policies.save_from_both_policies`` joins one with a policy for those.
