@@ -104,7 +104,7 @@ def model_structure(config: TrainConfig, split: Split, *, gathers: bool = True) 
     implementation: Any = None if config.implementation == "auto" else config.implementation
     remat: Any = config.remat
     if remat == "auto":
-        remat = "cheap" if {*config.model.kinds} == {"mamba"} else "none"
+        remat = "cheap" if {*config.model.kinds} <= {"mamba", "mamba2"} else "none"
     options = Options(
         precision_policy(config), implementation, remat, config.scan_layers, split, gathers
     )
