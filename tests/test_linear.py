@@ -772,7 +772,7 @@ def test_gradients_from_a_sum_kept_in_bf16(implementation):
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda v: v.astype("float64"), (arrays, given))
         truth = jax.vjp(by_hand, *wide[0])[1](wide[1])
-    for name, *of_array in zip("x residual weight w".split(), got, plain, truth, strict=True):
+    for name, *of_array in zip(["x", "residual", "weight", "w"], got, plain, truth, strict=True):
         check.at_most_twice(name, *of_array)
 
 

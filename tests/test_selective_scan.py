@@ -86,21 +86,26 @@ class Kernels(NamedTuple):
             return run(*by_group(arrays, 2), keep, None, *more)
 
     def check(self, name, arrays, segment_ids=None):
-        """One pass, ``"forward"`` or ``"backward"``, to a rounding of its float64 results."""
+        """One pass, ``"forward"`` or ``"backward"``, to a rounding of its float64 results.
+
+        The backward has states rounded to the dtype that they are saved in.
+        """
         rng = np.random.default_rng(17)
         given = [jnp.asarray(rng.normal(size=v.shape), v.dtype) for v in (arrays[0], arrays[8])]
         softplus, *limits = dataclasses.astuple(self.of_steps)
         options = {"dt_softplus": softplus, "dt_limit": limits, "segment_ids": segment_ids}
         results, want = check.in_float64(oracle, *arrays, *given, **options)
+        saved = self.forward(arrays, segment_ids, "xla")[2]
         if name == "forward":
-            got = self.forward(arrays, segment_ids)
-            want = *results, self.forward(arrays, segment_ids, "xla")[2]
+            got, want = self.forward(arrays, segment_ids), (*results, saved)
+            assert got[2].dtype == saved.dtype
         else:
             got, want = self.backward(arrays, *given, segment_ids), (*want, results[0])
         for i, (ours, truth) in enumerate(zip(got, want, strict=True)):
             if ours is not None:
-                error, rounding = check.relative_error(ours, truth), jnp.finfo(ours.dtype).eps / 2
-                assert error <= float(rounding) + 3e-6, f"{name} {i}: {error:.1e}"
+                of = [ours.dtype, saved.dtype] if name == "backward" else [ours.dtype]
+                error, eps = check.relative_error(ours, truth), max(jnp.finfo(t).eps for t in of)
+                assert error <= float(eps) / 2 + 3e-6, f"{name} {i}: {error:.1e}"
 
 
 @functools.cache
@@ -119,6 +124,26 @@ CUT = tiles.ScanGrid.cut
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_every_argument(name):
     KERNELS.check(name, inputs_and_state(*SIZE))
+
+
+@pytest.mark.parametrize("wide", [None, "x", "dt", "B", "C", "z"])
+def test_states_are_saved_in_bf16_where_all_tokens_are(wide):
+    """The rates, D and dt_bias may have more digits."""
+    arrays = dict(zip(NAMES, inputs(1, 64, 6, 4, "bfloat16", "float32"), strict=False))
+    for name in ("x", "dt", "B", "C", "z"):
+        arrays[name] = arrays[name].astype("float32" if name == wide else "bfloat16")
+    kept = jax.eval_shape(lambda a: jax.vjp(lambda a: jaxkern.selective_scan(**a), a)[1], arrays)
+    states = [str(v.dtype) for v in jax.tree.leaves(kept) if v.shape == (1, 2, 1, 6, 4)]
+    assert states == ["float32" if wide else "bfloat16"]
+
+
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_states_saved_in_bf16(name):
+    """By both kernels."""
+    *arrays, state = inputs_and_state(1, 5, 6, 4, "bfloat16")
+    arrays = *arrays, state.astype("float32")  # as the op has it
+    assert KERNELS.forward(arrays, mode="xla")[2].dtype == jnp.bfloat16
+    KERNELS.check(name, arrays)
 
 
 def without_optional(arrays):

@@ -423,9 +423,10 @@ class TrainConfig:
       grad_accum: parts that a batch is computed in, one after another.
       mixed_precision: fp32, bf16, fp16 (with loss scaling), or for example
         params=float32,compute=bfloat16,output=float32.
-      remat: what the backward computes again to save memory: none; cheap, the convolution and step
-        sizes of each block; scan, these and its scan; or, which --remat alone means, the
-        layer. auto is cheap for layers of Mamba alone, which lose 5% of their speed, else none.
+      remat: what the backward computes again to save memory: none; cheap, what of a block waits for
+        memory alone; scan, this, convolutions and its scan; or, which --remat alone means, the
+        layer. auto is cheap where all layers are of Mamba or Mamba-2, at 3 to 5% of the speed, else
+        none.
       scan_layers: run the layers in a loop: a smaller program, slower steps.
       implementation: of the ops: auto (the fastest), mosaic (GPU kernels), xla.
       devices: how many share each batch, those of all processes, or all; auto is all GPUs or one

@@ -26,7 +26,7 @@ CHUNK = 8
 
 DEFAULT_CHECKPOINT_EVERY = 32
 """Steps from one saved state to the next, by default: a quarter of the states of every 8 steps, for
-9% more time in both passes (804 and 738 µs, 8 × 2048 × 1536 × 16 on an H200)."""
+9% more time in both passes (805 and 741 µs, 8 × 2048 × 1536 × 16 on an H200)."""
 
 RECOMPUTED_EVERY = 64
 """Steps between the states that a backward computes first where none were saved, and the most
