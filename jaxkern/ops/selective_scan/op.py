@@ -26,9 +26,9 @@ Backward, for the cotangents dout and dfinal, time running down from dh[L] = dfi
 Saved for the backward: the arguments, and the state before every k-th step, k = checkpoint_every,
 (B, L/k, D, N), in bf16 where x, dt, B, C and z are, else in fp32: 2·N/k bytes per element of a bf16
 x, 1 at N = 16 and the default, k = 32. The states in between are recomputed from these in fp32; an
-error of 2⁻⁹ of a saved state is of the size of those of x, B and C. While the backward runs, it also
-holds the sums of dB and dC over each block of channels (64 at N = 16), 8·N/64 bytes per element of
-x.
+error of 2⁻⁹ of a saved state is of the size of those of x, B and C. While the backward runs, it
+also holds the sums of dB and dC over each block of channels (64 at N = 16), 8·N/64 bytes per
+element of x.
 
 Per element of x the forward takes N exponentials and 3 operations of the same unit for softplus and
 gate, the backward 2·N and 7, for it runs the steps between two saved states up, and then those of
