@@ -377,7 +377,8 @@ def rms_norm_linear(
 
     The normalised x, 2·M·K bytes in 16 bits, is not kept for the backward: the norm's kernel, which
     computes it anyway, writes it again for the gradient of `w`. With an `activation`, or where the
-    norm runs in plain JAX, it is computed again.
+    norm runs in plain JAX, it is computed again. The sum of a bfloat16 x and a float32 `residual`
+    is returned in float32, and kept for the norm's gradient in bfloat16.
 
     Args:
       x: (..., K), bfloat16, float16 or float32.
@@ -431,7 +432,8 @@ def layer_norm_linear(
 ) -> Any:
     r"""Layer norm and linear layers: ``linear(layer_norm(x, weight, bias), w, b)``.
 
-    Arguments, result and errors are as for :func:`rms_norm_linear`; `bias` may be ``None``.
+    Arguments, result and errors are as for :func:`rms_norm_linear`; `bias` may be ``None``. A sum
+    with `residual` is kept as it is returned.
 
     Example:
       >>> import jax.numpy as jnp, jaxkern
