@@ -373,7 +373,7 @@ def _then_fwd(x, residual, weight, bias, gate, operands, op, options, then):
     *others, mean, rstd = others
     outs, of_residual, *statistics = named(op, (then(out, *operands), h, mean, rstd))
     if h is not None:
-        kept = of_residual if kept is h else named(op, kept)
+        kept = named(op, kept)
     return (outs, of_residual), ((kept, *others, *statistics), operands)
 
 

@@ -146,20 +146,19 @@ def reference_fwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, Any, 
 def reference_bwd(options: SelectiveScanOptions, *args: Any) -> tuple[Any, ...]:
     """The gradients, sums over channels, batch rows or time in fp32, and perhaps the output."""
     *given, states, dout, dfinal = args
-    x, dt, A, B, C, *others = given
     *_, initial_state, _, crossed = given
     count = options.num_segments
     seen = None if count is None else Seen.of(crossed, count)
     if states is None:
         every = dataclasses.replace(options, checkpoint_every=RECOMPUTED_EVERY, save=True)
         *_, states = reference_fwd(every, *given)
-    acc = jnp.result_type(jnp.float32, *(v for v in given[:9] if v is not None))
-    cast = B.astype(acc), C.astype(acc)
-    tokens, masks, params, h = _split(options, x, dt, A, *cast, *others)
+    tokens, masks, params, h = _split(options, *given)
+    acc = h.dtype
+    tokens = tokens._replace(B=tokens.B.astype(acc), C=tokens.C.astype(acc))  # as dB and dC will be
     dlast = dfinal if dfinal is None or seen is None else seen.of_row(dfinal)
     dh = jnp.zeros_like(h) if dlast is None else _states_last(dlast)
     dends = None if dfinal is None or seen is None else _states_last(dfinal)
-    length = x.shape[1]
+    length = tokens.x.shape[1]
     if length == 0:
         dtokens, dparams = jax.tree.map(jnp.zeros_like, (tokens, params))
         out = dout if options.output else None
