@@ -12,6 +12,7 @@ one write. A share of an ignored row is not read.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,9 @@ SHORTEST = 2048
 
 UNITS = 4
 """Units that a lane loads before it computes: 8 KiB of a block, of which an SM holds 4 or more."""
+
+LINE = 8
+"""Units of a line of 128 bytes. Warps that store parts of two take a third more time."""
 
 NONE = 2**32 - 1
 """The index of a lane that has no element."""
@@ -230,8 +234,7 @@ def _write_gradient(
     def step(units: list["Units"], carry: Any) -> Any:
         loaded = [load_units(ref, u.clamped(), tile.vec, step=tile.access) for u in units]
         for unit, logits in zip(units, loaded, strict=True):
-            is_label = tile.iota() == label - unit.column
-            unit.store(du, gradient(logits, is_label, tile.layout))
+            unit.store(du, gradient(logits, unit.is_at(label), tile.layout))
         return carry
 
     tile.over_units(share, step, jnp.int32(0))
@@ -332,7 +335,10 @@ class ShareTile:
         return begin + lax.div(over, jnp.uint32(self.vec)), lax.rem(over, jnp.uint32(self.vec))
 
     def over_units(self, share: Any, step: Callable[[list["Units"], Any], Any], carry: Any) -> Any:
-        """Runs ``carry = step(units, carry)`` over the whole units of a share."""
+        """Runs ``carry = step(units, carry)`` over the whole units of a share.
+
+        Lanes begin with the unit after `turn` others, at a line of memory, and take those last.
+        """
         before, odd = self._before(share)
         end = self._before(share + jnp.uint32(1))[0]
         first = before if self.aligned else before + (odd > 0).astype(jnp.uint32)
@@ -340,14 +346,16 @@ class ShareTile:
         if not self.aligned:
             column = lax.rem(jnp.int32(self.vec) - odd.astype(jnp.int32), jnp.int32(self.vec))
         most = self.size // self.vec
-        whole = (most - (not self.aligned)) // (LANES * UNITS)
+        turns = most >= 2 * LINE and (most % LINE > 0 or not self.aligned)
+        turn = (jnp.uint32(0) - first) & jnp.uint32(LINE - 1) if turns else jnp.uint32(0)
+        masked = (not self.aligned) + turns * (LINE - 1)
+        whole = max(0, most - masked) // (LANES * UNITS)
+        share_of = functools.partial(
+            Units, self, first, column, (end - first).astype(jnp.int32), turn.astype(jnp.int32)
+        )
 
         def units(start: Any, count: int, masked: bool) -> list[Units]:
-            starts = [start + j * LANES for j in range(count)]
-            return [
-                Units(self, first + s.astype(jnp.uint32), column + s * self.vec, end, masked)
-                for s in starts
-            ]
+            return [share_of(start + j * LANES, masked) for j in range(count)]
 
         def full_step(i: Any, carry: Any) -> Any:
             return step(units(i * (LANES * UNITS), UNITS, False), carry)
@@ -385,36 +393,57 @@ class Units:
 
     Attributes:
       tile: the block's tile.
-      first: index of the first lane's unit in the whole array, uint32.
-      column: index of that unit's first element in the share, int32.
-      end: index of the unit after the share's last, uint32.
-      masked: whether lanes may be past the end.
+      begin: index in the whole array of the share's first unit, uint32.
+      column: index in the share of that unit's first element, int32.
+      count: units of the share, int32.
+      turn: how many of them come last, see :meth:`ShareTile.over_units`, int32.
+      start: how many come before the first lane's, int32.
+      masked: whether some of them may be among those that come last, and lanes have none.
     """
 
     tile: ShareTile
-    first: Any
+    begin: Any
     column: Any
-    end: Any
+    count: Any
+    turn: Any
+    start: Any
     masked: bool
 
     @property
+    def _end(self) -> Any:
+        return self.begin + self.count.astype(jnp.uint32)
+
+    @property
     def indices(self) -> jax.Array:
-        """(LANES,), uint32."""
-        return lane_numbers(jnp.uint32) + self.first
+        """(LANES,), uint32; in a lane without a unit the index after the share's last."""
+        number = lane_numbers() + (self.turn + self.start)
+        if self.masked:
+            again = jnp.where(number < self.count + self.turn, number - self.count, self.count)
+            number = jnp.where(number < self.count, number, again)
+        return number.astype(jnp.uint32) + self.begin
 
     def clamped(self) -> jax.Array:
-        """The indices, with the last unit's for lanes past the end."""
-        return jnp.minimum(self.indices, self.end - 1) if self.masked else self.indices
+        """The indices, with the last unit's for lanes without one."""
+        return jnp.minimum(self.indices, self._end - 1) if self.masked else self.indices
+
+    def is_at(self, index: Any) -> jax.Array:
+        """Where the share's element of this index is, (LANES · vec,), if its unit is here."""
+        number, vec, iota = self.turn + self.start, self.tile.vec, self.tile.iota()
+        place = index - self.column - number * vec
+        if not self.masked:
+            return iota == place
+        again = iota >= (self.count - number) * vec
+        return iota == jnp.where(again, place + self.count * vec, place)
 
     def kept(self, values: jax.Array, other: float) -> jax.Array:
-        """`values`, (LANES · vec,), with `other` past the end."""
+        """`values`, (LANES · vec,), with `other` in lanes without a unit."""
         if not self.masked:
             return values
-        left = (self.end - self.first).astype(jnp.int32) * self.tile.vec
+        left = (self.count - self.start) * self.tile.vec
         return jnp.where(self.tile.iota() < left, values, self.tile.full(other))
 
     def store(self, ref: Any, values: jax.Array) -> None:
-        """Stores `values`, but nothing past the end: another block has not read it yet."""
-        below = jnp.full((LANES,), self.end, jnp.uint32) if self.masked else None
+        """Stores `values` of lanes with a unit: another block has not read yet what follows."""
+        below = jnp.full((LANES,), self._end, jnp.uint32) if self.masked else None
         tile = self.tile
         store_units(ref, self.indices, values, tile.vec, step=tile.access, below=below)
