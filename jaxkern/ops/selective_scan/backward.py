@@ -576,12 +576,10 @@ def _sum_of_blocks(call: ScanCall, sums: jax.Array) -> tuple[jax.Array, jax.Arra
     """dB and dC, (B, L, G, N), from the sums of each block: fixed order, fp32."""
     t, n = call.tile, call.states
     sums = sums.reshape(call.groups, call.scan.blocks_per_group, *sums.shape[1:])
-    # In parts of less than 32 blocks: XLA shares out a sum of 32 or more terms to several threads,
-    # which takes three times as long here as a thread for each sum does.
-    size = -(-sums.shape[1] // -(-sums.shape[1] // 31))
-    parts = [sums[:, i : i + size].sum(1) for i in range(0, sums.shape[1], size)]
-    # (G, B, L, 32 · sums), lanes as in sum_lanes. XLA would add up all again for dB and for dC.
-    total = lax.optimization_barrier(functools.reduce(jnp.add, parts))
+    # As additions: XLA shares out a reduction of 32 or more terms to several threads, which takes
+    # three times as long here. And it would add up all again for dB and for dC.
+    of_blocks = (sums[:, i] for i in range(sums.shape[1]))  # (G, B, L, 32 · sums) each
+    total = lax.optimization_barrier(functools.reduce(jnp.add, of_blocks))  # lanes as in sum_lanes
     lanes = t.groups // t.low, t.lanes, t.low
     total = total.reshape(call.groups, call.batch, -1, *lanes, t.sums)[:, :, : call.length]
     total = jnp.moveaxis(total, 0, 2).swapaxes(3, 4)  # (B, L, G, S, …): of each state lane

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxkern.mosaic.launch import LANES, num_sms
 from jaxkern.ops.selective_scan.reference import CHUNK
@@ -130,13 +131,14 @@ class ScanTile:
 
         The first pairs of every copy come first, so that all lanes together read neighbours.
         """
-        size = self.lanes * self.pair
+        if not self.state_swaps:
+            return v
+        size, index = self.lanes * self.pair, np.arange(v.shape[-1])
         for _, d in self.state_swaps:
             d = d if d < self.pair else d * self.lanes
-            halves = v.reshape(*v.shape[:-1], v.shape[-1] // (2 * d), 2, d)
-            v = jnp.concatenate([v, halves[..., ::-1, :].reshape(v.shape)], axis=-1)
-        shape = *v.shape[:-1], 1 << len(self.state_swaps), self.all_states // size, size
-        return v.reshape(shape).swapaxes(-3, -2).reshape(v.shape)
+            index = np.concatenate([index, index.reshape(-1, 2, d)[:, ::-1].reshape(-1)])
+        index = index.reshape(1 << len(self.state_swaps), -1, size).swapaxes(0, 1).reshape(-1)
+        return v.at[..., index].get(mode="promise_in_bounds")
 
     def owned(self, step: int, channel: int = 1) -> tuple[tuple[int, int, int], ...]:
         """Digits of the value that a lane owns, by the strides of steps and channels."""
