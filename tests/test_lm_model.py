@@ -270,7 +270,8 @@ def test_remat_keeps_less_for_the_backward(preset, kept):
     tokens = jax.ShapeDtypeStruct((1, 257), "int32")
     found = {}
     for remat in kept:
-        graphdef = make_model(shape, Options(Policy.parse("bf16"), remat=remat))
+        options = Options(Policy.parse("bf16"), remat=remat, scan_layers=True)
+        graphdef = make_model(shape, options)
         pullback = lambda p, w: jax.vjp(functools.partial(loss_fn, graphdef, windows=w), p)[1]  # noqa: B023
         leaves = jax.tree.leaves(jax.eval_shape(pullback, params, tokens))
         of_layers = [leaf for leaf in leaves if leaf.shape[:2] == (2, 1)]

@@ -18,6 +18,8 @@ compute dtype; A, D and dt_bias enter the scan in the parameters' dtype.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +28,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jaxkern
+from jaxkern.core.derivatives import Differentiable
 from jaxkern.core.dispatch import Implementation
+from jaxkern.core.mesh import TypeOf, match_primal
 from jaxkern.lm import layers
 from jaxkern.lm.config import BLOCKS, DEFAULT_REMAT, REMATS, ModelConfig, Remat
 from jaxkern.lm.parallel import Split
@@ -384,9 +388,11 @@ class MambaLM(nnx.Module):
             if (count := pattern.count(kind)) > 1:
                 apart = lambda leaf, count=count: leaf.reshape(repeats, count, *leaf.shape[1:])
                 given[kind] = jax.tree.map(apart, given[kind])
-        return jax.lax.scan(
-            layers_of_pattern, carried, (given, jnp.arange(repeats)), unroll=unroll
-        )[0]
+        if loop:
+            return jax.lax.scan(layers_of_pattern, carried, (given, jnp.arange(repeats)))[0]
+        for repeat, params in enumerate(_apart(given, repeats)):
+            carried, _ = layers_of_pattern(carried, (params, repeat))
+        return carried
 
     def _embed(self, tokens):
         """The stream, and nothing to add to it yet."""
@@ -406,6 +412,32 @@ class MambaLM(nnx.Module):
         """Returns the normalised sum in the dtype of `out`, and the sum in the stream's."""
         options: Any = {"eps": self.config.eps, "implementation": self.options.implementation}
         return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
+
+
+def _apart_fwd(stacked: Any, count: int) -> tuple[Any, Any]:
+    """The parameters of each layer."""
+    of_layer = lambda i: jax.tree.map(lambda leaf: leaf[i], stacked)
+    types = jax.tree.map(lambda leaf: TypeOf(jax.typeof(leaf)), stacked)
+    return [of_layer(i) for i in range(count)], types
+
+
+def _apart_bwd(count: int, types: Any, grads: Any) -> tuple[Any]:
+    """The gradients of all layers, stacked, from those of each.
+
+    Concatenated by groups, which XLA joins in one kernel: for the array that an element is of, it
+    compares with one bound after another. On an H200 48 matrices of 16 MiB take 454 µs in groups of
+    6, and 1,029 at once.
+    """
+    size = next(n for n in range(math.isqrt(count), 0, -1) if count % n == 0)
+
+    def stacked(like: TypeOf, *leaves: jax.Array) -> jax.Array:
+        groups = [jnp.concatenate(group)[None] for group in itertools.batched(leaves, size)]
+        return match_primal(jnp.concatenate(groups).reshape(count, *leaves[0].shape), like)
+
+    return (jax.tree.map(stacked, types, *grads, is_leaf=lambda of: isinstance(of, TypeOf)),)
+
+
+_apart = Differentiable(_apart_fwd, _apart_bwd)
 
 
 def _in_order(params: Any, stream: Any) -> tuple[Any, Any]:
