@@ -488,9 +488,10 @@ def test_training_on_a_gpu_runs_the_kernels(remat, again):
     assert of_packed.count("stablehlo.while") == text.count("stablehlo.while")
 
 
-def test_gradient_of_the_embedding():
+@pytest.mark.parametrize("size", [11, 1025])
+def test_gradient_of_the_embedding(size):
     rng = np.random.default_rng(0)
-    table = rng.normal(size=(11, 4)).astype(np.float32)
+    table = rng.normal(size=(size, 4)).astype(np.float32)
     every = [rng.integers(0, 11, shape) for shape in ((0,), (1,), (30, 2))]
     dout = [rng.normal(size=(*tokens.shape, 4)).astype(np.float32) for tokens in every]
 
@@ -503,12 +504,16 @@ def test_gradient_of_the_embedding():
 
     for tokens, d, out, own, plain in zip(every, dout, *run(table, every, dout), strict=True):
         np.testing.assert_array_equal(out, table[tokens])
-        expected = np.zeros((11, 4))
+        expected = np.zeros((size, 4))
         np.add.at(expected, tokens, d)
         error, of_plain = (np.max(np.abs(dtable - expected)) for dtable in (own, plain))
         assert error <= 2 * of_plain
+    read = lambda table: rows_of(table, jnp.array([1, 0, 1])).sum()
+    assert jax.linearize(read, table)[1](np.ones_like(table)) == 12
 
-    # Of an embedding as large as its tokens' dtype counts.
+
+def test_gradient_of_a_large_embedding():
+    """It is as large as its tokens' dtype counts."""
     size = np.iinfo(np.int16).max
     tokens = np.array([3, size - 1, 3, 0, -1, 3], np.int16)
     dtable = jit(jax.grad(lambda table: rows_of(table, tokens).sum()))(np.ones((size, 2), "f4"))
@@ -518,10 +523,9 @@ def test_gradient_of_the_embedding():
 
     # XLA sorts what it writes to rows of which two may be one, so as to keep an order.
     read = lambda table: rows_of(table, jnp.array([1, 0, 1])).sum()
-    text = jax.jit(jax.grad(read)).lower(table).as_text()
+    text = jax.jit(jax.grad(read)).lower(np.ones((size, 2), "f4")).as_text()
     assert "unique_indices = true" in text
     assert "unique_indices = false" not in text
-    assert jax.linearize(read, table)[1](np.ones_like(table)) == 12
 
 
 @pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read

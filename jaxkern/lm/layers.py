@@ -246,8 +246,7 @@ def make(kind: str, config: ModelConfig, **options: Any) -> Any:
 # Embedding and loss, of whose vocabulary inside shard_map each device may have a part
 
 _PRODUCT_UP_TO = 1024
-"""Tokens whose rows a product reads, exactly. An indexed read's own gradient adds with atomics on a
-GPU, in another order on every run."""
+"""Tokens whose gradients are added up by a product; those of more are sorted first."""
 
 
 def embed(table: jax.Array, tokens: jax.Array, size: int, axis_name: str | None) -> jax.Array:
@@ -256,14 +255,12 @@ def embed(table: jax.Array, tokens: jax.Array, size: int, axis_name: str | None)
     The table (size, D) is fp32; with a mesh axis, over which it is split, it is the device's rows.
     Tokens are of any integer dtype.
     """
-    read, given = product_with, tokens
-    if size > _PRODUCT_UP_TO:
-        read, tokens = rows_of, _counting_to(tokens, size + 1)
+    given, tokens = tokens, _counting_to(tokens, size + 1)
     if axis_name is None:
-        rows = read(table, tokens)
+        rows = rows_of(table, tokens)
     else:
         own, mine = _of_device(tokens, len(table), axis_name)
-        rows = jnp.where(mine[..., None], read(table, jnp.where(mine, own, 0)), 0)
+        rows = jnp.where(mine[..., None], rows_of(table, jnp.where(mine, own, 0)), 0)
         rows = leave(rows, axis_name)
     limits = jnp.iinfo(given.dtype)
     if limits.min >= 0 and limits.max < size:
@@ -272,19 +269,14 @@ def embed(table: jax.Array, tokens: jax.Array, size: int, axis_name: str | None)
     return jnp.where((given >= 0) & (given <= size - 1), rows, jnp.nan)
 
 
-def product_with(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Reads rows of a table (V, D) fp32 for tokens (...) by a product: (..., D)."""
-    tokens = _counting_to(tokens, len(table))
-    every = jnp.arange(len(table), dtype=tokens.dtype).reshape((1,) * tokens.ndim + (-1,))
-    return jnp.matmul((tokens[..., None] == every).astype("f4"), table, precision="highest")
-
-
 def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Reads rows of a table (V, D) fp32 for tokens (...): (..., D), its gradient deterministic.
 
-    The gradient's rows are sorted by token, added up by a scan that starts anew at each token's
-    first, and each token's last sum is written to its row. A NaN or an infinity in one of them
-    reaches the sums of the tokens sorted after it, in its column.
+    An indexed read's own gradient adds with atomics on a GPU, in another order on every run. Here a
+    product with ones and zeros adds up the rows of each token, exact in fp32; or of many tokens
+    they are sorted by token and added up by a scan that starts anew at each token's first, and each
+    token's last sum is written to its row. A NaN or an infinity in one of them reaches the sums of
+    all tokens in its column, or of those sorted after it.
     """
     return _rows(table, tokens, len(table))
 
@@ -305,8 +297,12 @@ def _added(size: int, tokens: jax.Array, dout: jax.Array) -> tuple[jax.Array]:
     """Adds rows (..., D) up for each token: (V, D)."""
     tokens = tokens.reshape(-1).astype(jnp.promote_types(tokens.dtype, jnp.int32))
     tokens = jnp.where(tokens < 0, tokens + size, tokens)
+    rows = dout.reshape(-1, dout.shape[-1])
+    if size <= _PRODUCT_UP_TO:
+        of_token = jnp.arange(size, dtype=tokens.dtype)[:, None] == tokens
+        return (jnp.matmul(of_token.astype(rows.dtype), rows, precision="highest"),)
     order = jnp.argsort(tokens)
-    token, rows = tokens[order], dout.reshape(-1, dout.shape[-1])[order]
+    token, rows = tokens[order], rows[order]
     again = (token == jnp.roll(token, 1)).at[:1].set(False)
     decay = jnp.broadcast_to(again[:, None], rows.shape).astype(rows.dtype)
     sums = jaxkern.linear_scan(decay[None], rows[None])[0]
