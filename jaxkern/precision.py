@@ -38,7 +38,7 @@ _FIELDS = ("params", "compute", "output")
 
 
 def float_dtype(name: str, value: Any) -> np.dtype:
-    """A floating dtype, or the name of one, as a dtype; errors call it `name`."""
+    """A floating dtype of 16 bits or more, or its name, as a dtype; errors call it `name`."""
     if isinstance(value, str):
         if value not in _DTYPES:
             raise ValueError(
@@ -51,9 +51,10 @@ def float_dtype(name: str, value: Any) -> np.dtype:
         raise TypeError(
             f"{name}={value!r} is not a dtype; use for example jnp.float32 or 'float32'"
         ) from None
-    if not jnp.issubdtype(dtype, jnp.floating):
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise ValueError(
-            f"{name}={dtype.name} must be a floating dtype; use for example jnp.float32"
+            f"{name}={dtype.name} must be a floating dtype of at least 16 bits; use for example "
+            "jnp.float32"
         )
     return dtype
 

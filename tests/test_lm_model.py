@@ -185,6 +185,12 @@ HEADS = {"layers": "mamba, attention", "n_layers": 2, "n_heads": 2}
     [
         (ValueError, r"tokens must have shape \(B, L\).*tokens\[None\]", lambda m: m(INTS[0])),
         (TypeError, "tokens must have an integer dtype, got float32", lambda m: m(ONES)),
+        (
+            TypeError,
+            "tokens must have an integer dtype, got float32",
+            lambda m: m.step(ONES[0], {}),
+        ),
+        (ValueError, r"tokens must have shape \(B,\).*prefill", lambda m: m.step(INTS, {})),
         (ValueError, OTHER_SHAPE, lambda m: m(INTS, segment_ids=INTS[:, 1:])),
         (TypeError, "mask must have an integer dtype, got float32", lambda m: m(INTS, mask=ONES)),
         (ValueError, "at least one token a row", lambda m: m.prefill(INTS[:, :0])),

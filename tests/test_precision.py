@@ -323,6 +323,7 @@ WRONG_VALUES = [
     (Policy.parse, {"text": f"weights=float32,params=float32,{REST}"}, "weights=float32"),
     (Policy.parse, {"text": f"params=int32,{REST}"}, "Policy.*params.*'int32'.*float32"),
     (Policy, {"compute": jnp.int32}, "compute=int32 must be a floating dtype"),
+    (Policy, {"compute": jnp.float8_e4m3fn}, "compute=float8_e4m3fn must be .* at least 16 bits"),
     (DynamicLossScale, {"period": 0}, "period must be at least 1, got 0"),
     (DynamicLossScale, {"factor": 1.0}, r"factor must be above 1, got 1\.0"),
     (DynamicLossScale, {"factor": np.inf}, "factor must be finite, got inf"),

@@ -257,6 +257,12 @@ class MambaLM(nnx.Module):
         A token takes as long as it launches kernels, so there is no loop over the layers. XLA hands
         slices of the stacked matrices to the products that read them, without a copy.
         """
+        tokens = jnp.asarray(tokens)
+        _check_integers("tokens", tokens)
+        if tokens.ndim != 1:
+            raise ValueError(
+                f"tokens must have shape (B,), got {tokens.shape}; prefill takes sequences"
+            )
         x, out = self._embed(tokens)
         small = [self.small_params(*of) for of in self.each_layer] if small is None else small
         for (kind, number), own in zip(self.each_layer, small, strict=True):
@@ -461,6 +467,11 @@ _together = jax.custom_jvp(lambda tree: tree)
 _together.defjvp(lambda trees, tangents: (*trees, jax.lax.optimization_barrier(*tangents)))
 
 
+def _check_integers(name: str, value: jax.Array) -> None:
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+
+
 def _check(
     tokens: Any, segment_ids: Any, mask: Any, *, to_left: bool = False
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -472,8 +483,8 @@ def _check(
     named = {"tokens": tokens, "segment_ids": segment_ids, "mask": mask}
     for name, value in named.items():
         value = tokens if value is None else jnp.asarray(value)
-        if not jnp.issubdtype(value.dtype, jnp.integer) and (name, value.dtype) != ("mask", bool):
-            raise TypeError(f"{name} must have an integer dtype, got {value.dtype}")
+        if (name, value.dtype) != ("mask", bool):
+            _check_integers(name, value)
         if name == "tokens" and value.ndim != 2:
             raise ValueError(
                 f"tokens must have shape (B, L), got {value.shape}; give one sequence as "

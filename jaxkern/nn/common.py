@@ -400,7 +400,8 @@ def project_in(
     if norm is None:
         return then(x, columns, biases), None
     if not isinstance(norm, Norm):
-        raise TypeError(f"norm must be a jaxkern.nn.common.Norm or None, got {norm!r}")
+        kind = type(norm).__name__
+        raise TypeError(f"norm must be a jaxkern.nn.common.Norm or None, got one of type {kind}")
     arrays = x, whole_beside(norm.weight, x), None, norm.residual, None
     of_norm = "rms_norm", arrays, Settings(norm.eps), implementation
     outs, h = norm_then("rms_norm_linear", *of_norm, then, (columns, biases))
