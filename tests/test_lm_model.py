@@ -14,7 +14,7 @@ from jaxkern.lm import program
 from jaxkern.lm.config import PRESETS, ModelConfig, TrainConfig
 from jaxkern.lm.data import Packed
 from jaxkern.lm.layers import rows_of
-from jaxkern.lm.model import Options, count_params, decayed, initial_params
+from jaxkern.lm.model import Options, count_params, decayed, initial_params, of_layers
 from jaxkern.lm.step import (
     init_state,
     learning_rate,
@@ -236,6 +236,16 @@ def gradients(shape, **options):
     products, loops = map(lowered.as_text().count, ("stablehlo.dot_general", "stablehlo.while"))
     found = lowered.compile()(random_params(shape), windows())
     return found, products + str(traced.jaxpr).count("remat"), loops
+
+
+@pytest.mark.parametrize("count", [5, 6])
+def test_parameters_of_layers_and_their_gradients(count):
+    """Gradients are stacked in one step, or in two."""
+    stacked = {"w": np.arange(count * 6.0).reshape(count, 2, 3), "norm": np.ones((count, 3))}
+    layers, pullback = jax.vjp(lambda tree: of_layers(tree, count), stacked)
+    want = [jax.tree.map(lambda leaf, i=i: leaf[i], stacked) for i in range(count)]
+    check.assert_close(layers, want, 0)
+    check.assert_close(pullback(layers)[0], stacked, 0)
 
 
 @EXHAUSTIVE

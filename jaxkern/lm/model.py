@@ -396,7 +396,7 @@ class MambaLM(nnx.Module):
                 given[kind] = jax.tree.map(apart, given[kind])
         if loop:
             return jax.lax.scan(layers_of_pattern, carried, (given, jnp.arange(repeats)))[0]
-        for repeat, params in enumerate(_apart(given, repeats)):
+        for repeat, params in enumerate(of_layers(given, repeats)):
             carried, _ = layers_of_pattern(carried, (params, repeat))
         return carried
 
@@ -420,14 +420,14 @@ class MambaLM(nnx.Module):
         return jaxkern.rms_norm(out, whole_beside(norm[...], x), residual=x, **options)
 
 
-def _apart_fwd(stacked: Any, count: int) -> tuple[Any, Any]:
+def _of_layers_fwd(stacked: Any, count: int) -> tuple[Any, Any]:
     """The parameters of each layer."""
-    of_layer = lambda i: jax.tree.map(lambda leaf: leaf[i], stacked)
+    take = lambda i: jax.tree.map(lambda leaf: leaf[i], stacked)
     types = jax.tree.map(lambda leaf: TypeOf(jax.typeof(leaf)), stacked)
-    return [of_layer(i) for i in range(count)], types
+    return [take(i) for i in range(count)], types
 
 
-def _apart_bwd(count: int, types: Any, grads: Any) -> tuple[Any]:
+def _of_layers_bwd(count: int, types: Any, grads: Any) -> tuple[Any]:
     """The gradients of all layers, stacked, from those of each.
 
     Concatenated in two steps, which XLA fuses into one kernel. For each element it compares the
@@ -443,7 +443,7 @@ def _apart_bwd(count: int, types: Any, grads: Any) -> tuple[Any]:
     return (jax.tree.map(stacked, types, *grads, is_leaf=lambda of: isinstance(of, TypeOf)),)
 
 
-_apart = Differentiable(_apart_fwd, _apart_bwd)
+of_layers = Differentiable(_of_layers_fwd, _of_layers_bwd)
 
 
 def _in_order(params: Any, stream: Any) -> tuple[Any, Any]:
