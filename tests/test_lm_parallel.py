@@ -157,7 +157,7 @@ def trained(preset, **flags):
 @pytest.mark.parametrize(
     ("preset", "mesh", "flags"),
     [
-        ("micro", "data=2,tensor=2", {"remat": "cheap", "pack": True}),
+        ("micro", "data=2,tensor=2", {"scan_layers": False, "remat": "cheap", "pack": True}),
         ("micro", "fsdp=2", {"grad_accum": 2, "pack": True}),
         ("mamba2-micro", "data=2,fsdp=2", {"scan_layers": False, "remat": "layer"}),
         ("mamba2-odd", "fsdp=2,tensor=2", {}),

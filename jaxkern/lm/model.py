@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.custom_derivatives import SymbolicZero
 
 import jaxkern
 from jaxkern.core.derivatives import Differentiable
@@ -463,8 +464,20 @@ def _in_order(params: Any, stream: Any) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, leaves), stream
 
 
-_together = jax.custom_jvp(lambda tree: tree)
-_together.defjvp(lambda trees, tangents: (*trees, jax.lax.optimization_barrier(*tangents)))
+@jax.custom_jvp
+def _together(tree: Any) -> Any:
+    return tree
+
+
+def _together_jvp(trees: Any, tangents: Any) -> tuple[Any, Any]:
+    """The barrier has what moves alone: JAX 0.12 cannot transpose one of constants, too."""
+    of_zero = lambda t: isinstance(t, SymbolicZero)
+    leaves, tree = jax.tree.flatten(*tangents, is_leaf=of_zero)
+    moving = iter(jax.lax.optimization_barrier([t for t in leaves if not of_zero(t)]))
+    return *trees, jax.tree.unflatten(tree, [t if of_zero(t) else next(moving) for t in leaves])
+
+
+_together.defjvp(_together_jvp, symbolic_zeros=True)
 
 
 def _check_integers(name: str, value: jax.Array) -> None:
