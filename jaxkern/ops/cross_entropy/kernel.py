@@ -429,7 +429,7 @@ class Units:
         return jnp.minimum(self.indices, self._end - 1) if self.masked else self.indices
 
     def is_at(self, index: Any) -> jax.Array:
-        """Where the share's element of this index is, (LANES · vec,), if its unit is here."""
+        """Finds the share's element of this index, (LANES · vec,), if its unit is here."""
         number, vec, iota = self.turn + self.start, self.tile.vec, self.tile.iota()
         place = index - self.column - number * vec
         if not self.masked:
