@@ -290,8 +290,8 @@ def test_remat_keeps_less_for_the_backward(preset, kept):
         graphdef = make_model(shape, options)
         pullback = lambda p, w: jax.vjp(functools.partial(loss_fn, graphdef, windows=w), p)[1]  # noqa: B023
         leaves = jax.tree.leaves(jax.eval_shape(pullback, params, tokens))
-        of_layers = [leaf for leaf in leaves if leaf.shape[:2] == (2, 1)]
-        bytes_kept = sum(leaf.size * leaf.dtype.itemsize for leaf in of_layers)
+        stacked = [leaf for leaf in leaves if leaf.shape[:2] == (2, 1)]
+        bytes_kept = sum(leaf.size * leaf.dtype.itemsize for leaf in stacked)
         found[remat] = bytes_kept / (2 * 256 * shape.sizes.d_inner)
     assert found == pytest.approx(kept, abs=0.05)
 
@@ -544,7 +544,7 @@ def test_gradient_of_a_large_embedding():
     assert "unique_indices = false" not in text
 
 
-@pytest.mark.parametrize("size", [300, 1030])  # a product, and rows that are read
+@pytest.mark.parametrize("size", [300, 1030])  # gradients added up by a product, and sorted
 def test_tokens_of_any_integer_dtype_are_the_same(size):
     shape = ModelConfig(8, 1, d_state=2, vocab_size=size)
     graphdef, params = make_model(shape, Options()), random_params(shape)

@@ -273,10 +273,10 @@ def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     """Reads rows of a table (V, D) fp32 for tokens (...): (..., D), its gradient deterministic.
 
     An indexed read's own gradient adds with atomics on a GPU, in another order on every run. Here a
-    product with ones and zeros adds up the rows of each token, exact in fp32; or of many tokens
-    they are sorted by token and added up by a scan that starts anew at each token's first, and each
-    token's last sum is written to its row. A NaN or an infinity in one of them reaches the sums of
-    all tokens in its column, or of those sorted after it.
+    product with ones and zeros adds up the rows of each token in fp32. Of a table of more than
+    1,024 rows they are sorted by token and added up by a scan that starts anew at each token's
+    first, and each token's last sum is written to its row. A NaN or an infinity in one of them
+    reaches the sums of all tokens in its column, or of those sorted after it.
     """
     return _rows(table, tokens, len(table))
 

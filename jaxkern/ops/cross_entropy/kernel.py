@@ -350,8 +350,8 @@ class ShareTile:
         most = self.size // self.vec
         turns = most >= 2 * LINE and (most % LINE > 0 or not self.aligned)
         turn = (jnp.uint32(0) - first) & jnp.uint32(LINE - 1) if turns else jnp.uint32(0)
-        masked = (not self.aligned) + turns * (LINE - 1)
-        whole = max(0, most - masked) // (LANES * UNITS)
+        not_in_place = (not self.aligned) + turns * (LINE - 1)  # units, at most
+        whole = max(0, most - not_in_place) // (LANES * UNITS)
         share_of = functools.partial(
             Units, self, first, column, (end - first).astype(jnp.int32), turn.astype(jnp.int32)
         )
